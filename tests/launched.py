@@ -25,8 +25,8 @@ from flower_gpu import trace
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.state import State
+from flower_gpu.watch.folds.calls import WorkerSpan
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import WorkerSpan
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
@@ -95,7 +95,7 @@ class Launched:
     @property
     def workers(self) -> list[WorkerSpan]:
         """Spans of all calls that ran in a worker."""
-        return self.history.workers
+        return self.history.calls.workers
 
     @property
     def history(self) -> History:

@@ -25,7 +25,7 @@ class LaunchDisplay:
 
     def __init__(self, num_rounds: int | None, is_quiet: bool = False) -> None:
         self.history = History(keep_finished=False)
-        self.history.num_rounds = num_rounds
+        self.history.rounds.num_rounds = num_rounds
         self._is_quiet = is_quiet
         self._waits = WorkerWaits(self._tell_of_wait)
         self._progress: Display = make_display(self.history, sys.stdout, is_shown=not is_quiet)
@@ -51,7 +51,7 @@ class LaunchDisplay:
 
     def show(self, event: Event) -> None:
         """Show one event of the run's trace."""
-        is_first = self.history.strategy is None
+        is_first = self.history.rounds.strategy is None
         self.history.feed([event])
         self._progress.show(event)
         if event.get("event") == "strategy_started" and event.get("resumes") is None and is_first:
@@ -62,8 +62,8 @@ class LaunchDisplay:
 
     def tick(self) -> None:
         """Advance the displayed time. If messages wait and no worker runs, show the reason."""
-        pids = {call.caller_pid for call in self.history.waiting if call.caller_pid is not None}
-        self._waits.look(self.history.stuck_since, time.time(), pids)
+        pids = {call.caller_pid for call in self.history.leases.waiting if call.caller_pid is not None}
+        self._waits.look(self.history.calls.stuck_since, time.time(), pids)
         self._progress.tick()
 
     def _tell_of_wait(self, name: str, **fields: Any) -> None:
@@ -75,7 +75,7 @@ class LaunchDisplay:
         self._progress.close()
 
     def _out_of_memory(self, event: Event) -> str:
-        gpu = self.history.gpus.get(text(event.get("uuid")))
+        gpu = self.history.hosts.gpus.get(text(event.get("uuid")))
         where = "its GPU" if gpu is None or gpu.index < 0 else f"GPU {gpu.index}"
         then, cap_bytes = text(event.get("then")), number(event.get("cap_bytes"))
         consequences = {
@@ -116,7 +116,7 @@ class Failures:
     @property
     def why_over(self) -> str | None:
         """Reason for which all clients fail, and the log with details. None while a client may succeed."""
-        reason = self._display.history.all_failed
+        reason = self._display.history.rounds.all_failed
         return f"{reason}; {self._log.pointer}" if reason else None
 
     def see(self, event: Event) -> None:

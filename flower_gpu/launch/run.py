@@ -100,7 +100,7 @@ def launch(options: LaunchOptions) -> int:
             try:
                 _follow(federation, supervisor, display, failures, events, options)
             finally:
-                sent, failed = display.history.messages_sent, display.history.messages_failed
+                sent, failed = display.history.rounds.messages_sent, display.history.rounds.messages_failed
                 run.end_told = {"messages": sent, "failed": failed}
             supervisor.stop(grace_s=_GRACE_AT_END_S)
         except LaunchStoppedError as stopped:
@@ -221,7 +221,7 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
     """Write and show the result. A failed run also has a result, because its finished rounds are valid."""
     history = History.read(folder.trace)
     result = result_of(history, client_of)
-    write_results(folder, history.rounds, result)
+    write_results(folder, history.rounds.parts, result)
     if code != 0:
         if folder.failures.exists():
             _complain(f"all failures are in {short(folder.failures)}")
@@ -250,8 +250,8 @@ def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
             f"{key} is false, but {leased} calls leased a GPU: {plan.app.name} "
             "must give context=context to its GPUClient and gpu_evaluate"
         )
-    is_on_gpus = history.gpus and history.messages_sent and plan.policies != {"never"}
-    if is_on_gpus and not history.workers:
+    is_on_gpus = history.hosts.gpus and history.rounds.messages_sent and plan.policies != {"never"}
+    if is_on_gpus and not history.calls.workers:
         yield (
             f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each had them alone. "
             "Write ClientApp(mods=[gpu_mod]) in it, or run it with flower-gpu simulate, which needs no change"

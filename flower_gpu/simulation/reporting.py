@@ -152,12 +152,14 @@ class Report:
                 pass
             case "round_started":
                 write_event(event)
-                newest = next(self.history.newest_parts(), None)
+                newest = next(self.history.rounds.newest_parts(), None)
                 if newest is not None and newest.round != event["round"]:
                     self._extend_table(folder)
             case "round_finished":
                 write_event(event)
-                if self._table is not None and (part := self.history.part(event["round"], event["task"])):
+                if self._table is not None and (
+                    part := self.history.rounds.part(event["round"], event["task"])
+                ):
                     self._table.note(part)
             case _:
                 write_event(event)
@@ -165,7 +167,7 @@ class Report:
     def _extend_table(self, folder: RunFolder) -> None:
         self._table = self._table or MetricsTable(folder)
         try:
-            self._table.extend(self.history)
+            self._table.extend(self.history.rounds)
         except OSError as error:
             text = "Free space, and continue with --resume if there is a checkpoint"
             raise disk_error(error, folder.path, _SMALL_BYTES, text) from error
@@ -190,8 +192,8 @@ class Report:
                 outcome, error = "failed", no_room
         self._is_disk_full = isinstance(error, DiskError)
         fields = {
-            "messages": self.history.messages_sent,
-            "failed": self.history.failures.counts.total(),
+            "messages": self.history.rounds.messages_sent,
+            "failed": self.history.rounds.failures.counts.total(),
             "error": None if error is None or outcome == "interrupted" else error_text(error),
             "facts": finite(facts),
         }
@@ -217,13 +219,13 @@ class Report:
         if self.folder is not None:
             with told_if_slow(self.say, f"reading {self.folder.trace.name} for the result"):
                 history = History.read(self.folder.trace, keep_finished=False)
-            if history.finished_at is None:
+            if history.run.finished_at is None:
                 # The disk was full, so the trace does not have the last event.
                 history.feed([self._end])
         self.summary = result_of(history)
         try:
             if self.folder is not None:
-                write_results(self.folder, history.rounds, self.summary)
+                write_results(self.folder, history.rounds.parts, self.summary)
         except OSError as error:
             assert self.folder is not None
             full = disk_error(error, self.folder.path, _SMALL_BYTES, "Free space for the results")

@@ -214,7 +214,7 @@ def simulate(
         _run_server(plan, hosts, recorded, context, report.say)
         model = report.recorder.model
     path = None if record.folder is None else record.folder.path
-    return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds)
+    return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds.parts)
 
 
 class _Record:

@@ -13,7 +13,7 @@ from flwr.common import Parameters
 from flower_gpu.apps.folder import short
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.fields import metrics_text
-from flower_gpu.watch.spans import RoundPart
+from flower_gpu.watch.folds.rounds import RoundPart
 
 
 class SimulationStoppedError(KeyboardInterrupt):

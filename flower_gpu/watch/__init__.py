@@ -2,10 +2,11 @@
 
     trace.jsonl, or a recorder in the same process
          │ events
-      History ──┬── display: bars or lines while the run goes on
+      History with its folds: run, hosts, leases, calls, rounds
+                ├── display: bars or lines while the run goes on
                 ├── top/, report/, metrics
                 ├── trackers/: TensorBoard, Weights & Biases, MLflow
                 └── result: result.json and metrics.csv of launch and simulate
 
-Only the history folds events into a state. All other modules are views of it.
+Only the folds of the history turn events into a state. All other modules are views of it.
 """

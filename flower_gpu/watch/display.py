@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from flower_gpu.printable import duration_text
 from flower_gpu.trace import SERVER_EVALUATE, Event
 from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, text, whole_number
+from flower_gpu.watch.folds.rounds import OpenRound
 from flower_gpu.watch.history import History
 from flower_gpu.watch.output import OutputAbove
-from flower_gpu.watch.spans import OpenRound
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +53,7 @@ class Display:
         name = event.get("event")
         # With a strategy, its recorder also reports each evaluation on the server, so this event is shown
         # only without a strategy.
-        if name == "round" and self.history.strategy is None:
+        if name == "round" and self.history.rounds.strategy is None:
             name = "round_finished"
             event = {**event, "task": SERVER_EVALUATE}
         if (handler := getattr(self, f"_on_{name}", None)) is not None:
@@ -80,14 +80,14 @@ class Display:
         """
         if server_round is None:
             return "messages"
-        num_rounds = self.history.num_rounds
+        num_rounds = self.history.rounds.num_rounds
         if not num_rounds:
             return f"round {server_round}"
         return f"round {server_round:>{len(str(num_rounds))}}/{num_rounds}"
 
     def pace_texts(self) -> list[str]:
         """Return texts with the pace of the open round and its remaining time, once enough replies exist."""
-        open_round = self.history.open_round
+        open_round = self.history.rounds.open_round
         if open_round is None or (per_s := _replies_per_s(open_round)) is None:
             return []
         texts = [f"{per_s:.3g} clients/s"]
@@ -112,12 +112,15 @@ def _rounds_left_s(history: History) -> float | None:
 
     The estimate is the mean duration of the finished rounds, multiplied by the number of remaining rounds.
     """
-    started_at, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
-    if started_at is None or not history.num_rounds or done <= 0:
+    started_at, done = (
+        history.rounds.strategy_started_at,
+        history.rounds.highest_round - (history.rounds.resumed_round or 0),
+    )
+    if started_at is None or not history.rounds.num_rounds or done <= 0:
         return None
-    ended_at = started_at if history.rounds_ended_at is None else history.rounds_ended_at
+    ended_at = started_at if history.rounds.rounds_ended_at is None else history.rounds.rounds_ended_at
     round_s = (ended_at - started_at) / done
-    left_s = round_s * (history.num_rounds - history.highest_round) - (time.time() - ended_at)
+    left_s = round_s * (history.rounds.num_rounds - history.rounds.highest_round) - (time.time() - ended_at)
     # It is negative if the open round takes longer than expected.
     return left_s if left_s > 0 else None
 
@@ -140,7 +143,7 @@ class RoundLines(Display):
         self._print(f"resumed after {self.name_of(whole_number(event.get('round')))}")
 
     def _on_reply(self, _: Event) -> None:
-        open_round = self.history.open_round
+        open_round = self.history.rounds.open_round
         if open_round is None or time.monotonic() - self._line_at_s < _LINE_INTERVAL_S:
             return
         # After the last reply, the line for the finished part follows immediately.
@@ -215,16 +218,18 @@ class _Bars(Display):
 
         A part may still follow in the last round, so this round counts only when the display is closed.
         """
-        done = max(self.history.highest_round, self.history.resumed_round or 0)
-        finished = [part.round or 0 for part in self.history.evaluations] if self._is_over else []
-        return max([done, *finished])
+        rounds = self.history.rounds
+        done = rounds.latest_round if self._is_over else rounds.highest_round
+        return max(done, rounds.resumed_round or 0)
 
     def _rounds_text(self) -> str:
         """Return the text after the bar for the rounds."""
-        done, num_rounds = self._done_rounds, self.history.num_rounds
+        done, num_rounds = self._done_rounds, self.history.rounds.num_rounds
         is_over = num_rounds is not None and done >= num_rounds
         left_s = None if is_over else _rounds_left_s(self.history)
-        metrics = [text for values in self.history.last_metrics.values() if (text := metrics_text(values))]
+        metrics = [
+            text for values in self.history.rounds.last_metrics.values() if (text := metrics_text(values))
+        ]
         parts = [
             f"{done}/{num_rounds}" if num_rounds else str(done),
             duration_text(time.monotonic() - self._shown_at_s),
@@ -235,14 +240,14 @@ class _Bars(Display):
 
     def _clients_label(self) -> str:
         """Return the label before the bar for the clients of the open round."""
-        open_round = self.history.open_round
+        open_round = self.history.rounds.open_round
         if open_round is None:
             return ""
         return open_round.task if open_round.round is None else f"round {open_round.round} {open_round.task}"
 
     def _clients_text(self) -> str:
         """Return the text after the bar for the clients of the open round."""
-        open_round = self.history.open_round
+        open_round = self.history.rounds.open_round
         if open_round is None:
             return ""
         parts = [
@@ -254,7 +259,7 @@ class _Bars(Display):
 
     def _worker_row(self) -> tuple[str, int, int | None] | None:
         """Return the label and the progress of a running worker, or None if no worker is running."""
-        running = self.history.running
+        running = self.history.calls.running
         if not running:
             return None
         worker = next((worker for worker in running if worker.progress[0]), running[0])
@@ -315,10 +320,10 @@ class TerminalBars(_Bars):
         from rich.table import Table
         from rich.text import Text
 
-        rows = [("rounds", self._done_rounds, self.history.num_rounds, self._rounds_text())]
+        rows = [("rounds", self._done_rounds, self.history.rounds.num_rounds, self._rounds_text())]
         # A closed display keeps only the bar for the rounds.
         if self._above is not None:
-            if (current := self.history.open_round) is not None:
+            if (current := self.history.rounds.open_round) is not None:
                 rows.append((self._clients_label(), current.replies, current.messages, self._clients_text()))
             if (row := self._worker_row()) is not None:
                 label, done, total = row
@@ -348,8 +353,8 @@ class Notebook(_Bars):
     def _draw(self) -> None:
         if self._rounds is None:
             self._rounds = self._bar("rounds")
-        _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
-        if (open_round := self.history.open_round) is not None:
+        _set(self._rounds, self._done_rounds, self.history.rounds.num_rounds, self._rounds_text())
+        if (open_round := self.history.rounds.open_round) is not None:
             # All rounds share a bar, because the file of a notebook keeps every bar that was ever created.
             self._clients = self._clients or self._bar(self._clients_label(), leave=False)
             self._clients.set_description_str(self._clients_label(), refresh=False)
@@ -362,7 +367,7 @@ class Notebook(_Bars):
             if self._clients is not None:
                 self._clients.close()
             if self._rounds is not None:
-                _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
+                _set(self._rounds, self._done_rounds, self.history.rounds.num_rounds, self._rounds_text())
                 self._rounds.close()
         self._clients = self._rounds = None
 

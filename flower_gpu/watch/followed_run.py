@@ -30,8 +30,10 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RunningRun, running_runs
+from flower_gpu.watch.folds.calls import WorkerSpan
+from flower_gpu.watch.folds.limits import drop_oldest
+from flower_gpu.watch.folds.tally import Tally
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import Tally, WorkerSpan, drop_oldest
 
 # Number of finished runs with a history in memory. It is used if the run is resumed.
 _MOST_GONE: Final = 1000
@@ -59,12 +61,12 @@ class FollowedRun:
     @property
     def name(self) -> str:
         """Name of the app, or of the folder if the app is unknown."""
-        return (self.run.name if self.run else "") or self.history.name or self.folder.name
+        return (self.run.name if self.run else "") or self.history.run.name or self.folder.name
 
     @property
     def pid(self) -> int | None:
         """Pid of the process that started the run."""
-        return self.run.pid if self.run else self.history.pid
+        return self.run.pid if self.run else self.history.run.pid
 
     @property
     def read_part(self) -> float:
@@ -91,7 +93,7 @@ class FollowedRun:
     def is_of_this_host(self) -> bool:
         """True if the pids in the trace belong to this host and this pid namespace."""
         # Another host may write to the folder if the file system is shared.
-        if self.history.host not in ("", platform.node()):
+        if self.history.run.host not in ("", platform.node()):
             return False
         # The process of a registered run is alive. If its pid does not exist here, the pids belong to another
         # namespace.
@@ -102,7 +104,7 @@ class FollowedRun:
 
         The trace of a killed run may contain further workers without an end.
         """
-        workers = self.history.running
+        workers = self.history.calls.running
         if not self.is_of_this_host:
             return [] if self.is_over else workers
         is_over = self.is_over
@@ -117,13 +119,13 @@ class FollowedRun:
     @property
     def is_over(self) -> bool:
         """True if the run is known to have finished or to have been killed."""
-        return self.history.finished_at is not None or bool(self.outcome())
+        return self.history.run.finished_at is not None or bool(self.outcome())
 
     def outcome(self) -> str:
         """Return the outcome of the run: ``"gone"`` if killed, or empty while it is running or unknown."""
-        if self.is_registered or self.history.outcome:
-            return "" if self.is_registered else self.history.outcome
-        began = self.history.started_at
+        if self.is_registered or self.history.run.outcome:
+            return "" if self.is_registered else self.history.run.outcome
+        began = self.history.run.started_at
         if self.run is not None:
             return "gone"
         if self.pid is None or began is None or not self.is_of_this_host:

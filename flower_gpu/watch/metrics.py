@@ -6,7 +6,7 @@ answer.
 
 The objects: the :class:`Collector` looks at the host (GPUs and ledger) and at the histories of all registered
 runs. It turns them into samples of the metrics in ``METRICS``. All histories share a
-:class:`~flower_gpu.watch.spans.Tally`, which holds the counters.
+:class:`~flower_gpu.watch.folds.tally.Tally`, which holds the counters.
 
 The threads: the main thread only waits for the signal that ends the process. The HTTP server of
 :mod:`prometheus_client` calls :meth:`Collector.collect` from a thread of its own for each request. Another
@@ -38,10 +38,10 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.printable import printable
-from flower_gpu.watch import spans
+from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING
+from flower_gpu.watch.folds.tally import CONSEQUENCES, OTHER, OUTCOMES, Tally
 from flower_gpu.watch.followed_run import FollowedRun, FollowedRuns
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -253,20 +253,22 @@ def _add_runs(families: _Families, runs: Sequence[FollowedRun]) -> None:
         kind, name = (run.kind, run.name) if run else ("", "")
         kinds[kind] += followed.is_registered
         families.add("run_info", 1, label, kind, name)
-        families.add("run_start_time_seconds", history.started_at, label)
-        families.add("run_round", history.current_round, label)
-        families.add("run_rounds", history.num_rounds, label)
+        families.add("run_start_time_seconds", history.run.started_at, label)
+        families.add("run_round", history.calls.current_round, label)
+        families.add("run_rounds", history.rounds.num_rounds, label)
         # The workers of a killed run end with it, although its trace does not contain their ends.
         workers = followed.workers() if followed.is_registered else []
         for phase in _PHASES:
             families.add("workers", sum(worker.phase == phase for worker in workers), label, phase)
-        for host in history.hosts.values():
+        for host in history.hosts.by_name.values():
             if host.nodes or host.is_lost:
-                messages = history.messages_under_way(host.name) if followed.is_registered else 0
+                messages = history.calls.in_flight(host.name) if followed.is_registered else 0
                 families.add("run_host_up", int(not host.is_lost), label, host.name)
                 families.add("run_host_messages", messages, label, host.name)
                 families.add("run_host_messages_capacity", host.concurrency, label, host.name)
-        parts = sorted((part for part in history.evaluations if part.metrics), key=lambda part: part.time)
+        parts = sorted(
+            (part for part in history.rounds.numbered_parts if part.metrics), key=lambda part: part.time
+        )
         for task, evaluation in {part.task: part for part in parts}.items():
             families.add("evaluation_round", evaluation.round, label, task)
             for metric, value in islice(evaluation.metrics.items(), _MAX_METRICS):
@@ -286,11 +288,11 @@ def _add_tally(families: _Families, counts: Tally) -> None:
         waits.add_metric([], buckets=leases.buckets(), sum_value=leases.waited_s)
     # Every counter is exported from the start, with zero. If a counter first appears with the value 1,
     # Prometheus sees no increase.
-    for outcome in (*spans.OUTCOMES, spans.OTHER):
+    for outcome in (*OUTCOMES, OTHER):
         families.add("workers_finished", counts.workers_finished[outcome], outcome)
         for host, calls in counts.host_calls.items():
             families.add("host_calls", calls[outcome], host, outcome)
-    for then in (*spans.CONSEQUENCES, spans.OTHER):
+    for then in (*CONSEQUENCES, OTHER):
         families.add("out_of_memory", counts.out_of_memory[then], then)
 
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from flower_gpu import files
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import RoundPart
+from flower_gpu.watch.folds.rounds import RoundFold, RoundPart
 
 _KEY_COLUMNS: Final = ("round", "kind")
 
@@ -46,17 +45,17 @@ class MetricsTable:
             new.write_bytes(data)
         self._size_bytes = len(data)
 
-    def extend(self, history: History) -> None:
+    def extend(self, rounds: RoundFold) -> None:
         """Append the parts that have finished since the last call."""
         new: list[RoundPart] = []
-        for part in history.newest_parts():
+        for part in rounds.newest_parts():
             if (part.round, part.task) in self._rows:
                 break
             new.append(part)
         new.reverse()
         has_columns = all(name in self._names for part in new for name in part.reported_metrics)
         if not (has_columns and self._is_as_written()):
-            self.write(history.rounds)
+            self.write(rounds.parts)
         elif new:
             self._append(_lines(map(self._row, new)))
             self._rows |= {(part.round, part.task): part.reported_metrics for part in new}

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from flower_gpu.printable import duration_text, printable
 from flower_gpu.watch.fields import metric_rank
+from flower_gpu.watch.folds.rounds import RoundPart
 from flower_gpu.watch.report.page import task_name
 from flower_gpu.watch.result import result_lines
-from flower_gpu.watch.spans import RoundPart
 
 _MAX_METRIC_COLUMNS: Final = 6
 _MAX_ROWS: Final = 12

@@ -12,9 +12,10 @@ from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.printable import and_others, duration_text
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE
 from flower_gpu.watch.fields import client_key, metrics_text
+from flower_gpu.watch.folds.rounds import RoundPart
+from flower_gpu.watch.folds.tally import LeaseCounts
 from flower_gpu.watch.history import History
 from flower_gpu.watch.metrics_table import MetricsTable
-from flower_gpu.watch.spans import LeaseCounts, RoundPart
 from flower_gpu.watch.trackers import tracking
 
 # Limits for the summary.
@@ -47,18 +48,18 @@ def result_of(history: History, client_of: Callable[[int], Any] = lambda node: n
     """
     rows = _rounds(history)
     initial = rows.pop(0) if rows and rows[0]["round"] == 0 else None
-    messages, failed = history.messages_sent, history.messages_failed
-    reasons, tally = history.failures, history.tally
+    messages, failed = history.rounds.messages_sent, history.rounds.messages_failed
+    reasons, tally = history.rounds.failures, history.tally
     result = {
-        "kind": history.kind,
-        "app": history.name,
-        "outcome": outcome_text(history.outcome, failed, messages),
-        "error": history.error or None,
-        "strategy": history.strategy,
-        "rounds_finished": history.highest_round,
-        "num_rounds": history.num_rounds,
-        "resumed_after_round": history.resumed_round,
-        "clients": history.clients,
+        "kind": history.run.kind,
+        "app": history.run.name,
+        "outcome": outcome_text(history.run.outcome, failed, messages),
+        "error": history.run.error or None,
+        "strategy": history.rounds.strategy,
+        "rounds_finished": history.rounds.highest_round,
+        "num_rounds": history.rounds.num_rounds,
+        "resumed_after_round": history.rounds.resumed_round,
+        "clients": history.run.clients,
         "messages": messages,
         "failed": failed,
         "failures": [
@@ -71,9 +72,9 @@ def result_of(history: History, client_of: Callable[[int], Any] = lambda node: n
             }
             for reason, count in reasons.counts.most_common()
         ],
-        "seconds": _rounded(history.seconds),
-        "messages_per_s": _rounded(history.messages_per_s),
-        "waited_s": _rounded(history.waited_s),
+        "seconds": _rounded(history.run.seconds),
+        "messages_per_s": _rounded(history.rounds.messages_per_s),
+        "waited_s": _rounded(history.run.waited_s),
         "cut_lines": history.cut_lines,
         "workers_started": tally.workers_started,
         "calls_by_use": {
@@ -87,12 +88,12 @@ def result_of(history: History, client_of: Callable[[int], Any] = lambda node: n
         "cores": _waits(tally.cores),
         "model": None,
         "model_sha256": None,
-        **history.facts,
-        "metrics": history.last_metrics,
-        "not_finite": _not_finite(history.last_metrics),
+        **history.run.facts,
+        "metrics": history.rounds.last_metrics,
+        "not_finite": _not_finite(history.rounds.last_metrics),
         "initial": initial,
         "rounds": rows,
-        "settings": history.settings,
+        "settings": history.run.settings,
     }
     plain: dict[str, Any] = _plain(result)
     return plain
@@ -116,7 +117,7 @@ def _rounds(history: History) -> list[dict[str, Any]]:
     """
     rows_by_round: dict[int, dict[str, Any]] = {}
     ends: dict[int, float] = {}  # by round
-    for part in history.evaluations:
+    for part in history.rounds.numbered_parts:
         number = part.round or 0
         row = rows_by_round.setdefault(number, {"messages": 0, "failed": 0, "metrics": {}})
         row["messages"] += part.messages
@@ -124,7 +125,7 @@ def _rounds(history: History) -> list[dict[str, Any]]:
         if numbers := {name: value for name, value in part.reported_metrics.items() if _is_figure(value)}:
             row["metrics"][part.task] = numbers
         ends[number] = max(part.time, ends.get(number, part.time))
-    rows, previous_end = [], history.strategy_started_at
+    rows, previous_end = [], history.rounds.strategy_started_at
     for number, row in sorted(rows_by_round.items()):
         evaluated = {**row["metrics"].get(EVALUATE, {}), **row["metrics"].get(SERVER_EVALUATE, {})}
         main_metrics = {name: evaluated.get(name) for name in METRICS}

@@ -373,7 +373,11 @@ def test_after_ctrl_c_the_run_can_be_resumed_with_the_printed_command(shell: She
     rows = (folder / "metrics.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["round", "1"]
     history = History.read(folder / "trace.jsonl")
-    assert (history.highest_round, history.messages_sent, history.messages_failed) == (1, 3, 0)
+    assert (history.rounds.highest_round, history.rounds.messages_sent, history.rounds.messages_failed) == (
+        1,
+        3,
+        0,
+    )
     clock = RunClock.of(history)
     totals = Totals(history, clock, tries_of(history, clock), {})
     assert totals.failures == {}, "workers that were ended with the run do not count as failed"

@@ -63,7 +63,7 @@ def test_an_app_from_start_to_result(launch: Callable[..., LaunchRun], interpret
     assert [row["loss"] for row in result["rounds"]] == [0.5, pytest.approx(1 / 3)]
     assert [(row["messages"], row["failed"]) for row in result["rounds"]] == [(1, 0), (1, 0)]
     assert result["initial"]["loss"] == 1.0
-    workers = History.read(folder / "trace.jsonl").workers
+    workers = History.read(folder / "trace.jsonl").calls.workers
     assert [(worker.client, worker.start_method) for worker in workers] == [("0", "in-process")] * 2
     first, second = contexts_in(folder / "client-0.log")
     node_config, run_config, rounds = first

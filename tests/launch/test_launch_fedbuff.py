@@ -73,7 +73,7 @@ def test_a_client_that_never_replies_does_not_delay_the_run(launch: Launch, tmp_
     assert done.code == 0, done.output + done.logs()
     # Each client's update is 1, whatever model version it trained. Three rounds add half of it each.
     assert "the model is [1.5, 1.5]" in done.log("run")
-    parts = [part for part in done.history.rounds if part.task == "train"]
+    parts = [part for part in done.history.rounds.parts if part.task == "train"]
     assert [part.messages - part.failed for part in parts] == [2, 2, 2]
     assert done.result["failed"] == sum(part.failed for part in parts) <= 1
     failed = {event["node"] for event in done.events("reply") if event["error"]}

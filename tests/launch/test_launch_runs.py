@@ -283,7 +283,7 @@ def test_nothing_survives_ctrl_c(failing_runs: dict[str, LaunchRun]) -> None:
     clock = RunClock.of(history)
     assert Totals(history, clock, tries_of(history, clock), {}).failures == {}
     result = json.loads((run.folder / "result.json").read_text())
-    assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
+    assert (history.rounds.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
 
 
 def test_superlink_reports_a_failed_server_app(failing_runs: dict[str, LaunchRun]) -> None:

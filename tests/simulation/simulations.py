@@ -16,8 +16,8 @@ from scripted_app import variant
 from shared_servers import SHARED_STATE
 
 from flower_gpu import trace
+from flower_gpu.watch.folds.rounds import RoundPart
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import RoundPart
 
 TIMEOUT_S = 120
 
@@ -43,7 +43,7 @@ class Simulation:
     def parts(self, task: str) -> list[RoundPart]:
         """Results of messages of a kind in the trace, for each round."""
         history = History.read(self.folder / "trace.jsonl")
-        return [part for part in history.rounds if part.task == task]
+        return [part for part in history.rounds.parts if part.task == task]
 
 
 def command(app: str, nodes: int, *options: str) -> list[str]:

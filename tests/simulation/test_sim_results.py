@@ -608,7 +608,7 @@ def test_any_metrics_are_in_table_and_result(parts: list[tuple[int | None, str, 
         history.feed([trace.make("round_finished", round=number, task=task, metrics=metrics)])
     with tempfile.TemporaryDirectory() as name:
         folder = RunFolder(Path(name))
-        write_results(folder, history.rounds, result_of(history))
+        write_results(folder, history.rounds.parts, result_of(history))
         result = json.loads(folder.result.read_text(), parse_constant=pytest.fail)
         assert len(result["rounds"]) == len({number for number, *_ in parts if number})
         rows = rows_of(folder) if parts else []

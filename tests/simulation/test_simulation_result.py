@@ -18,8 +18,8 @@ from flwr.serverapp.strategy import FedAvg
 
 import flower_gpu
 from flower_gpu import ClientsFailedError, ConfigError, InvalidResultError, SimulationResult, simulate
+from flower_gpu.watch.folds.rounds import RoundPart
 from flower_gpu.watch.notebook import result_html
-from flower_gpu.watch.spans import RoundPart
 
 CLIENTS, ROUNDS = 3, 2
 server_app, client_app = ServerApp(), ClientApp()

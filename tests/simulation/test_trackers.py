@@ -165,9 +165,9 @@ def test_a_run_and_its_resumption_are_a_single_run_of_the_tracker(tracked: Simul
     assert figures["rounds/train/failed"] == {1: 1, 2: 1}
     assert figures["rounds/out_of_memory"] == {1: 1, 2: 2}
     trace_of_run = History.read(tracked.folder / "trace.jsonl")
-    parts = {part.round: part.seconds for part in trace_of_run.rounds if part.task == "train"}
+    parts = {part.round: part.seconds for part in trace_of_run.rounds.parts if part.task == "train"}
     assert figures["rounds/train/seconds"] == pytest.approx(parts)
-    took = {call.round: call.seconds for call in trace_of_run.workers if call.client == "0"}
+    took = {call.round: call.seconds for call in trace_of_run.calls.workers if call.client == "0"}
     assert figures["clients/train/call_seconds/client 0"] == pytest.approx(took)
     assert set(figures["clients/train/gpu_peak_gib/max"]) == {1, 2}
     assert all(1.5 <= value <= 2 for value in figures["clients/train/gpu_peak_gib/max"].values())

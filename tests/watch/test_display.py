@@ -172,7 +172,7 @@ class ShownRun:
 
     def __init__(self, num_rounds: int | None = None, is_shown: bool = True) -> None:
         self.history = History(keep_finished=False)
-        self.history.num_rounds = num_rounds
+        self.history.rounds.num_rounds = num_rounds
         self.display = make_display(self.history, sys.stderr, is_shown)
 
     def report(self, event: str, **fields: Any) -> None:

@@ -16,10 +16,10 @@ from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases.admission import CORES, Part
 from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.leases.state import State
+from flower_gpu.watch.folds.tally import HOST_LOST
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
-from flower_gpu.watch.spans import HOST_LOST
 from flower_gpu.watch.top.snapshot import WorkerRow, waiting_rows, worker_rows
 from flower_gpu.watch.trackers.points import Points
 
@@ -81,9 +81,9 @@ def test_calls_are_counted_by_host(trace: Trace) -> None:
     history = read(trace).history
     calls_of_b = {"ok": 1, "error": 1, "out of memory": 1}
     assert history.tally.host_calls == {"a": {"ok": 3}, "b": calls_of_b}
-    assert [history.messages_under_way(host) for host in "ab"] == [0, 2]
-    assert history.hosts["a"].concurrency == 4
-    assert [(gpu.host, gpu.index) for gpu in history.gpus_of_run if gpu.host] == [
+    assert [history.calls.in_flight(host) for host in "ab"] == [0, 2]
+    assert history.hosts.by_name["a"].concurrency == 4
+    assert [(gpu.host, gpu.index) for gpu in history.hosts.gpus_of_run if gpu.host] == [
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1))
     ]
 
@@ -101,18 +101,18 @@ def test_calls_and_leases_end_with_a_lost_host(trace: Trace, keep_finished: bool
     # The last lines of the host arrive late.
     trace.write_text("".join(late_lines))
     history = history_of(trace, keep_finished=keep_finished)
-    assert [span.host for span in history.running] == ["a", ""]
-    assert history.waiting == []
-    assert {span.host for span in history.leases if (span.released_at or span.refused_at) is None} == {
+    assert [span.host for span in history.calls.running] == ["a", ""]
+    assert history.leases.waiting == []
+    assert {span.host for span in history.leases.spans if (span.released_at or span.refused_at) is None} == {
         "a",
         "",
     }
-    lost = history.hosts["b"]
+    lost = history.hosts.by_name["b"]
     assert (lost.is_lost, lost.lost_reason, lost.concurrency) == (True, "its agent died", 0)
-    assert history.calls_done == {}, "the call counts although another host handles its message"
+    assert history.calls.done_in_round == {}, "the call counts although another host handles its message"
     assert history.tally.workers_finished == history.tally.host_calls["b"] == {HOST_LOST: 1}
     if keep_finished:
-        assert [(span.host, span.outcome) for span in history.workers] == [
+        assert [(span.host, span.outcome) for span in history.calls.workers] == [
             ("b", HOST_LOST),
             ("a", ""),
             ("", ""),
@@ -125,13 +125,13 @@ def test_a_lost_host_may_join_again(trace: Trace) -> None:
     trace.join("b", host_id="another")
     begin(trace, "b", 1)
     history = read(trace).history
-    host = history.hosts["b"]
+    host = history.hosts.by_name["b"]
     assert (host.is_lost, host.concurrency, history.tally.host_calls["b"]) == (False, 4, {"ok": 1})
-    assert [worker.host for worker in history.running] == ["b"]
+    assert [worker.host for worker in history.calls.running] == ["b"]
     # Of two hosts with the same name, one is lost and the other stays.
     trace.join("b", host_id="a third")
     trace.lose("b", host_id="another")
-    host = read(trace).history.hosts["b"]
+    host = read(trace).history.hosts.by_name["b"]
     assert (host.is_lost, host.concurrency) == (False, 4)
 
 
@@ -140,8 +140,8 @@ def test_hosts_of_a_killed_run_do_not_belong_to_the_resumed_run(trace: Trace) ->
     trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
     trace.join("c")
     run = read(trace)
-    assert [name for name, host in run.history.hosts.items() if host.nodes] == ["c"]
-    assert list(history_of(trace, keep_finished=True).hosts) == ["a", "b", "c"]
+    assert [name for name, host in run.history.hosts.by_name.items() if host.nodes] == ["c"]
+    assert list(history_of(trace, keep_finished=True).hosts.by_name) == ["a", "b", "c"]
 
 
 # Processes of this machine and of other hosts --------------------------------------------------------------

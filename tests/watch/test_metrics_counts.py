@@ -24,11 +24,12 @@ from top_traces import Trace
 from flower_gpu import trace
 from flower_gpu.apps.recording import RunningRun
 from flower_gpu.gpu.gpus import Inventory
-from flower_gpu.watch import history, spans
+from flower_gpu.watch.folds import calls, hosts, leases, rounds, tally
+from flower_gpu.watch.folds.tally import OUTCOMES, Tally
 from flower_gpu.watch.followed_run import FollowedRuns
+from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen
 from flower_gpu.watch.metrics import Collector
-from flower_gpu.watch.spans import OUTCOMES, Tally
 
 
 def unknown_host() -> Seen:
@@ -130,11 +131,12 @@ def test_counters_are_exact_and_never_go_down(steps: Iterable[Any]) -> None:
 
 def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded for finished calls, for workers without a reported end and for metric names."""
-    monkeypatch.setattr(history, "_MOST_OPEN", 500)
-    monkeypatch.setattr(history, "_MOST_PARTS", 200)
-    monkeypatch.setattr(history, "MOST_HOSTS", 50)
-    monkeypatch.setattr(spans, "MOST_HOSTS", 50)
-    run = history.History(keep_finished=False)
+    monkeypatch.setattr(calls, "MOST_OPEN", 500)
+    monkeypatch.setattr(leases, "MOST_OPEN", 500)
+    monkeypatch.setattr(rounds, "_MOST_PARTS", 200)
+    monkeypatch.setattr(hosts, "MOST_HOSTS", 50)
+    monkeypatch.setattr(tally, "MOST_HOSTS", 50)
+    history = History(keep_finished=False)
 
     def feed(calls: range) -> None:
         for call in calls:
@@ -152,7 +154,7 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
                 {"event": "host_joined", **base, "host": "a", "host_id": f"{call}"},
                 *([{"event": "host_lost", **base, "host": f"{call}"}] if call % 2 else []),
             ]  # fmt: skip
-            run.feed(events)
+            history.feed(events)
 
     tracemalloc.start()
     try:
@@ -163,14 +165,15 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         tracemalloc.stop()
     assert after < 1.1 * before
-    assert 250 < len(run.running) <= 500
-    assert len(run.evaluations) <= 200
-    assert all(len(part.metrics) <= 3 and not part.reported_metrics for part in run.evaluations[:-50]), (
+    assert 250 < len(history.calls.running) <= 500
+    parts = history.rounds.numbered_parts
+    assert len(parts) <= 200
+    assert all(len(part.metrics) <= 3 and not part.reported_metrics for part in parts[:-50]), (
         "for curves only"
     )
-    assert len(run.hosts) == len(run.tally.host_calls) - 1 == 50
-    assert run.tally.workers_finished.keys() == {"other"}
-    assert run.tally.out_of_memory.keys() == {"other"}
+    assert len(history.hosts.by_name) == len(history.tally.host_calls) - 1 == 50
+    assert history.tally.workers_finished.keys() == {"other"}
+    assert history.tally.out_of_memory.keys() == {"other"}
 
 
 def test_a_run_that_ends_before_the_first_scrape_is_counted(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flower_gpu.watch.folds.rounds import RoundPart
 from flower_gpu.watch.report.curves import (
     BOTTOM,
     HEIGHT,
@@ -23,7 +24,6 @@ from flower_gpu.watch.report.curves import (
     thinned,
     value_ticks,
 )
-from flower_gpu.watch.spans import RoundPart
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 

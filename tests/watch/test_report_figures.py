@@ -13,6 +13,9 @@ from properties import examples
 from report_traces import Event, Run, at, history_of, joined, lost
 
 from flower_gpu.watch.fields import client_key, metric_rank
+from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING, WAITING
+from flower_gpu.watch.folds.hosts import GPUInfo
+from flower_gpu.watch.folds.tally import HOST_LOST
 from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, RunClock, client_rows, tries_of
 from flower_gpu.watch.report.pictures import (
     COLOURS,
@@ -27,7 +30,6 @@ from flower_gpu.watch.report.pictures import (
     workers_picture,
 )
 from flower_gpu.watch.report.totals import HeldPart, Totals, holdings_of, leased_steps
-from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, GPUInfo
 
 RUNS = st.builds(
     Run,
@@ -46,7 +48,7 @@ def read(events: list[Event]) -> tuple[Any, RunClock, list[CallTry], dict[str, l
     history = history_of(events)
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
-    holdings = {uuid: holdings_of(history, clock, uuid) for uuid in history.gpus}
+    holdings = {uuid: holdings_of(history, clock, uuid) for uuid in history.hosts.gpus}
     return history, clock, tries, holdings, Totals(history, clock, tries, holdings)
 
 
@@ -59,7 +61,7 @@ def test_drawn_leases_match_the_granted_ones_and_never_exceed_the_capacity(run: 
     """This holds even if releases are written late or never, after their memory was granted again."""
     history, clock, tries, holdings, totals = read(run.events())
     for gpu in totals.gpus:
-        held, capacity = holdings[gpu.gpu.uuid], history.gpus[gpu.gpu.uuid].capacity_bytes
+        held, capacity = holdings[gpu.gpu.uuid], history.hosts.gpus[gpu.gpu.uuid].capacity_bytes
         assert max(leased_steps(held)[1], default=0) <= capacity
         pieces = [
             (begin, end, low, low + first.memory_bytes) for first, begin, end, low in stacked(held, least_s)
@@ -353,5 +355,5 @@ def test_a_round_repeated_by_a_resumed_run_counts_once() -> None:
             finished(4, 2, 1),
         ]
     )
-    parts = [(part.round, part.messages, part.failed) for part in history.rounds]
+    parts = [(part.round, part.messages, part.failed) for part in history.rounds.parts]
     assert parts == [(1, 4, 0), (None, 4, 2), (2, 4, 1)]

@@ -192,7 +192,7 @@ def check_sums(events: list[dict[str, Any]]) -> None:
     for call in tries_of(history, clock):
         assert all(0 <= part.seconds <= clock.duration_s for part in call.parts)
     with tempfile.TemporaryDirectory() as folder:
-        write_results(RunFolder(Path(folder)), history.rounds, result_of(history))
+        write_results(RunFolder(Path(folder)), history.rounds.parts, result_of(history))
         check_top(Path(folder), events)
 
 

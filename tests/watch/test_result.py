@@ -53,7 +53,7 @@ def test_the_wait_of_a_resumed_run_counts_since_its_resumption() -> None:
     started = trace.make("run_started", kind="simulate", clients=2)
     waits = [trace.make("run_waited", seconds=seconds) for seconds in (41.5, 2.5)]
     history.feed([started, waits[0], trace.make("run_finished", outcome="interrupted"), started, waits[1]])
-    assert history.waited_s == 2.5
+    assert history.run.waited_s == 2.5
 
 
 def test_the_summary_of_a_run() -> None:
@@ -194,7 +194,7 @@ def test_numbers_that_are_not_finite_reach_the_table(tmp_path: Path, monkeypatch
     [line] = (tmp_path / trace.FILE_NAME).read_text().splitlines()
     json.loads(line, parse_constant=pytest.fail)
     history = History.read(tmp_path / trace.FILE_NAME)
-    write_results(RunFolder(tmp_path), history.rounds, result_of(history))
+    write_results(RunFolder(tmp_path), history.rounds.parts, result_of(history))
     assert (tmp_path / "metrics.csv").read_text().splitlines()[1] == "1,train,nan,inf,-inf,nan,1.5"
     result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
     assert result["metrics"]["train"] == {**dict.fromkeys("abcd"), "e": 1.5}
@@ -316,14 +316,14 @@ def test_latest_metrics_and_round_end_match_all_rounds() -> None:
     time = 0.0
 
     def check(highest: int) -> None:
-        assert history.highest_round == highest
+        assert history.rounds.highest_round == highest
         ends = [at for (number, _), (at, _) in parts.items() if number <= highest]
-        assert history.rounds_ended_at == max(ends, default=None)
+        assert history.rounds.rounds_ended_at == max(ends, default=None)
         reported = sorted(((at, task, metrics) for (_, task), (at, metrics) in parts.items() if metrics))
         last = {task: metrics for _, task, metrics in reported}
-        assert history.last_metrics == last
+        assert history.rounds.last_metrics == last
         tasks = list(dict.fromkeys(task for _, task, _ in reversed(reported)))
-        assert list(history.last_metrics) == tasks[::-1]
+        assert list(history.rounds.last_metrics) == tasks[::-1]
 
     def finish(number: int, task: str, **metrics: Any) -> None:
         nonlocal time
@@ -347,4 +347,4 @@ def test_latest_metrics_and_round_end_match_all_rounds() -> None:
     history.feed([event("strategy_finished", time)])
     check(4)
     history.feed([event("run_finished", time, outcome="completed")])
-    assert history.current_round == 4
+    assert history.calls.current_round == 4

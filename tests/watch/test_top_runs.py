@@ -62,23 +62,23 @@ def test_a_live_history_has_the_same_active_calls_as_a_full_history(seed: int, c
     while any(remaining):
         lines.append(random_.choice([span for span in remaining if span]).pop(0))
     events = [json.loads(line) for line in lines][:cut]
-    whole_number, live = History(), History(keep_finished=False)
-    whole_number.feed(events)
+    whole, live = History(), History(keep_finished=False)
+    whole.feed(events)
     position = 0
     while position < len(events):
         step = random_.randint(1, 30)
         live.feed(events[position : position + step])
         position += step
-    assert [asdict(span) for span in live.running] == [asdict(span) for span in whole_number.running]
-    assert [asdict(span) for span in live.waiting] == [asdict(span) for span in whole_number.waiting]
-    held = {span.id for span in whole_number.leases if span.granted_at and not span.released_at}
-    assert {span.id for span in live.leases if span.id} == held
-    assert len(live.workers) == len(live.running)
-    assert len(live.leases) == len(held) + len(live.waiting)
-    assert all(len(samples) == 1 for samples in live.samples.values())
-    for uuid, samples in live.samples.items():
-        assert samples == whole_number.samples[uuid][-1:]
-    assert live.last_at == whole_number.last_at
+    assert [asdict(span) for span in live.calls.running] == [asdict(span) for span in whole.calls.running]
+    assert [asdict(span) for span in live.leases.waiting] == [asdict(span) for span in whole.leases.waiting]
+    held = {span.id for span in whole.leases.spans if span.granted_at and not span.released_at}
+    assert {span.id for span in live.leases.spans if span.id} == held
+    assert len(live.calls.workers) == len(live.calls.running)
+    assert len(live.leases.spans) == len(held) + len(live.leases.waiting)
+    assert all(len(samples) == 1 for samples in live.hosts.samples.values())
+    for uuid, samples in live.hosts.samples.items():
+        assert samples == whole.hosts.samples[uuid][-1:]
+    assert live.run.last_at == whole.run.last_at
 
 
 def test_a_restarted_run_has_no_calls_of_the_killed_run(trace: Trace) -> None:
@@ -88,7 +88,7 @@ def test_a_restarted_run_has_no_calls_of_the_killed_run(trace: Trace) -> None:
     trace.write("lease_requested", call="w", client="8", task="fit", round=1, caller_pid=7)
     write_start(trace)
     history = read(trace.path.parent).history
-    assert (history.running, history.leases, history.waiting) == ([], [], [])
+    assert (history.calls.running, history.leases.spans, history.leases.waiting) == ([], [], [])
 
 
 # Long traces ----------------------------------------------------------------------------------------------
@@ -100,12 +100,12 @@ def test_a_long_trace_is_read_in_pieces(trace: Trace) -> None:
     watch = FollowedRun(trace.path.parent)
     parts = []
     while not watch.read_on(-math.inf):  # one piece at a time
-        assert len(watch.history.leases) < 5
+        assert len(watch.history.leases.spans) < 5
         parts.append(watch.read_part)
     assert parts == sorted(parts)
     assert len(parts) > 2
     assert watch.read_part == 1.0
-    assert watch.history.workers == []
+    assert watch.history.calls.workers == []
     # Later lines are read by the next call. A partly written line is read once it is complete.
     text = "".join(list(trace.call(5000, pid=os.getpid()))[:4])
     trace.write_text(text[:-40])

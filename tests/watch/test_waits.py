@@ -68,9 +68,9 @@ def test_after_five_seconds_without_a_worker_the_holder_of_the_cores_is_named(
     text = f"waiting for cores: {ALL / 1000:g} of {ALL / 1000:g} are leased to {holder} since "
     (line,) = stream.getvalue().splitlines()
     assert line.startswith(text) and re.fullmatch(r"\d\d:\d\d:\d\d", line.removeprefix(text)), line
-    assert waits.look(None, 108.0, pids) == 7.0 and history.waited_s == 7.0
+    assert waits.look(None, 108.0, pids) == 7.0 and history.run.waited_s == 7.0
     assert waits.look(200.0, 202.0, pids) == 9.0
-    assert waits.look(None, 203.0, pids) == 9.0 and history.waited_s == 7.0, "the short wait was reported"
+    assert waits.look(None, 203.0, pids) == 9.0 and history.run.waited_s == 7.0, "the short wait was reported"
 
 
 def test_calls_of_a_trace_are_stuck_since_the_end_of_the_last_worker() -> None:
@@ -80,7 +80,7 @@ def test_calls_of_a_trace_are_stuck_since_the_end_of_the_last_worker() -> None:
 
     def feed(time: float, name: str, call: str, **fields: Any) -> float | None:
         history.feed([{**trace.make(name, call=call, **call_fields, **fields), "time": time}])
-        return history.stuck_since
+        return history.calls.stuck_since
 
     assert feed(10.0, "cores_requested", "a", caller_pid=7) == 10.0
     assert feed(12.0, "worker_started", "b", pid=9) is None

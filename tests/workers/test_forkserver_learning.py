@@ -115,9 +115,9 @@ class TestLibraries:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:uses", "flower_gpu.calls.leased_worker") == [True]
             server = only_server()
-            assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.spans") == [False]
+            assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.fields") == [False]
             assert until_only(lambda status: "flower_gpu" in status.libraries).pid != server.pid
-            assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.spans") == [True]
+            assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.fields") == [True]
 
     def test_a_worker_that_is_ended_during_an_import_has_reported_it(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:

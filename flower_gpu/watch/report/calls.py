@@ -8,17 +8,10 @@ from statistics import median
 from typing import Any, Final
 
 from flower_gpu.watch.fields import client_key
+from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING, WAITING, WorkerSpan
+from flower_gpu.watch.folds.leases import LeaseSpan
+from flower_gpu.watch.folds.tally import CANCELLED, HOST_LOST
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import (
-    CANCELLED,
-    EXITING,
-    HOST_LOST,
-    RUNNING,
-    STARTING,
-    WAITING,
-    LeaseSpan,
-    WorkerSpan,
-)
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 
@@ -39,14 +32,14 @@ class RunClock:
     @classmethod
     def of(cls, history: History) -> RunClock:
         """Return the clock of a run."""
-        start = history.started_at if history.started_at is not None else history.first_at
+        start = history.run.started_at if history.run.started_at is not None else history.run.first_at
         if start is None:
             # The trace is empty.
             return cls(0.0, 0.0)
-        end = history.finished_at if history.finished_at is not None else history.last_at
+        end = history.run.finished_at if history.run.finished_at is not None else history.run.last_at
         end = max(start, start if end is None else end)
         pauses, free_from = [], start
-        for begin, until in sorted(history.pauses):
+        for begin, until in sorted(history.run.pauses):
             begin, until = max(begin, free_from), min(until, end)
             if begin < until:
                 pauses.append((begin, until))
@@ -111,19 +104,21 @@ class CallTry:
 
 def tries_of(history: History, clock: RunClock) -> list[CallTry]:
     """Return all attempts of all calls of a run, in the order of their begin."""
-    with_worker = {worker.lease for worker in history.workers if worker.lease}
-    tries = [_worker_try(history, clock, worker) for worker in history.workers]
-    tries += [_lease_try(history, clock, lease) for lease in history.leases if lease.id not in with_worker]
+    with_worker = {worker.lease for worker in history.calls.workers if worker.lease}
+    tries = [_worker_try(history, clock, worker) for worker in history.calls.workers]
+    tries += [
+        _lease_try(history, clock, lease) for lease in history.leases.spans if lease.id not in with_worker
+    ]
     return sorted(tries, key=lambda attempt: (attempt.begin_s, attempt.end_s))
 
 
 def _worker_try(history: History, clock: RunClock, worker: WorkerSpan) -> CallTry:
-    lease = history.lease_of(worker)
+    lease = history.calls.lease_of(worker)
     # Only the first call of a worker waited for the lease. Later calls reuse the worker and its lease.
     is_first = lease is not None and lease.call == worker.call
     end = worker.finished_at
     if end is None:
-        end = history.over_at(worker.started_at, clock.end)
+        end = history.run.over_at(worker.started_at, clock.end)
         # The release of the lease ends the call at the latest.
         if lease is not None and lease.released_at is not None:
             end = min(end, max(lease.released_at, worker.started_at))
@@ -143,7 +138,7 @@ def _lease_try(history: History, clock: RunClock, lease: LeaseSpan) -> CallTry:
     end = lease.refused_at if lease.granted_at is None else lease.released_at
     outcome = ""
     if end is None:
-        end = history.over_at(times[0], clock.end)
+        end = history.run.over_at(times[0], clock.end)
     elif lease.is_lost:
         outcome = HOST_LOST
     elif lease.is_given_up:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flower_gpu.watch.fields import metric_rank
-from flower_gpu.watch.spans import RoundPart
+from flower_gpu.watch.folds.rounds import RoundPart
 
 #: Maximum number of metrics that are drawn. The table of rounds has all metrics.
 MOST_CURVES: Final = 24

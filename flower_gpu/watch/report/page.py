@@ -19,12 +19,12 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import and_others, duration_text, format_bytes, path_text, printable
 from flower_gpu.watch.fields import client_key, mapping, metric_rank
+from flower_gpu.watch.folds.rounds import RoundPart
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import curves, pictures
 from flower_gpu.watch.report.calls import PHASES, RunClock, client_rows, tries_of
 from flower_gpu.watch.report.totals import Totals, holdings_of
 from flower_gpu.watch.result import THEN
-from flower_gpu.watch.spans import RoundPart
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -80,7 +80,7 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
     """Return the HTML page about a run. ``folder``: the folder of the run as text for the page."""
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
-    holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
+    holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.hosts.gpus_of_run}
     totals = Totals(history, clock, tries, holdings)
     axis = pictures.TimeAxis(clock, tries)
     drawn = [
@@ -89,16 +89,17 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
     ]
     outcome_class, outcome = outcome_of(history, is_going_on)
     return _template().render(
-        run=history,
+        history=history,
+        run=history.run,
         facts=facts_of(history, Path(folder)),
         results=[
             (task, _metrics(part, _MAX_RESULTS))
-            for task, part in {part.task: part for part in history.rounds if part.metrics}.items()
+            for task, part in {part.task: part for part in history.rounds.parts if part.metrics}.items()
         ],
         totals=totals,
         clients=client_rows(tries),
         pictures=[picture for picture in drawn if picture is not None],
-        charts=curves.charts_of(history.rounds),
+        charts=curves.charts_of(history.rounds.parts),
         chart_size=curves,
         axis=axis,
         size=pictures,
@@ -112,12 +113,11 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
         ],
         gpu_names=[gpu_totals.gpu.name or gpu_totals.gpu.uuid for gpu_totals in totals.gpus],
         rounds=_rounds(history),
-        rounds_done=history.highest_round,
         errors=totals.errors[:_MAX_ERRORS],
         errors_left_out=[failure.count for failure in totals.errors[_MAX_ERRORS:]],
         consequences={
             THEN.get(then, then): count
-            for then, count in Counter(event.then for event in history.out_of_memory).most_common()
+            for then, count in Counter(event.then for event in history.calls.out_of_memory).most_common()
         },
         unknown=_UNKNOWN,
     )
@@ -125,16 +125,16 @@ def page(history: History, folder: str, is_going_on: bool) -> str:
 
 def facts_of(history: History, folder: Path) -> dict[str, str]:
     """Return the settings and results of a run by name, as text for the page."""
-    run_config, versions = (mapping(history.settings.get(name)) for name in ("run_config", "versions"))
-    model, path = history.facts.get("model_sha256"), RunFolder(folder).model
+    run_config, versions = (mapping(history.run.settings.get(name)) for name in ("run_config", "versions"))
+    model, path = history.run.facts.get("model_sha256"), RunFolder(folder).model
     with suppress(OSError):
         if model is None:
             with path.open("rb") as file:
                 model = f"{hashlib.file_digest(file, 'sha256').hexdigest()} (of the file {path.name})"
     cut = history.cut_lines
     facts = {
-        "error": history.error,
-        "seed": history.settings.get("seed"),
+        "error": history.run.error,
+        "seed": history.run.settings.get("seed"),
         "run config": ", ".join(f"{key} = {json.dumps(value)}" for key, value in run_config.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "model, SHA-256": model,
@@ -205,14 +205,14 @@ def _moment_text(time: float) -> str:
 
 def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
     """Return the style class and the text that describe how a run has ended."""
-    if history.finished_at is not None:
-        text = outcome_text(history.outcome, history.messages_failed, history.messages_sent)
-        good = "partly" if history.messages_failed else "completed"
-        return good if history.outcome == COMPLETED else "bad", text or "ended"
+    if history.run.finished_at is not None:
+        text = outcome_text(history.run.outcome, history.rounds.messages_failed, history.rounds.messages_sent)
+        good = "partly" if history.rounds.messages_failed else "completed"
+        return good if history.run.outcome == COMPLETED else "bad", text or "ended"
     if is_going_on:
         return "open", "still running when this report was made"
-    if history.started_at is not None:
-        where = f" on {history.host}" if history.host else ""
+    if history.run.started_at is not None:
+        where = f" on {history.run.host}" if history.run.host else ""
         return "bad", f"no end in the trace: it was killed, or is still running{where}"
     return "open", "no beginning and no end in the trace"
 
@@ -220,7 +220,9 @@ def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
 def _rounds(history: History) -> list[dict[str, Any]]:
     """Return the rows of the table of rounds, with messages and metrics."""
     places = {task: place for place, task in enumerate(_TASKS)}
-    parts = sorted(history.rounds, key=lambda part: (part.round or 0, places.get(part.task, -1), part.task))
+    parts = sorted(
+        history.rounds.parts, key=lambda part: (part.round or 0, places.get(part.task, -1), part.task)
+    )
     return [{"part": part, "metrics": _metrics(part, _MAX_METRICS)} for part in parts]
 
 

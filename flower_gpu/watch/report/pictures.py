@@ -18,18 +18,12 @@ import numpy as np
 
 from flower_gpu.printable import duration_text, printable
 from flower_gpu.watch.fields import SERVER, call_label, client_key
+from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING, WAITING
+from flower_gpu.watch.folds.hosts import GPUInfo
+from flower_gpu.watch.folds.tally import HOST_LOST, OUT_OF_MEMORY
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallPhase, CallTry, RunClock
 from flower_gpu.watch.report.totals import HeldPart, leased_steps, steps
-from flower_gpu.watch.spans import (
-    EXITING,
-    HOST_LOST,
-    OUT_OF_MEMORY,
-    RUNNING,
-    STARTING,
-    WAITING,
-    GPUInfo,
-)
 
 #: Maximum number of GPUs that are drawn. The table has all GPUs.
 MOST_GPUS: Final = 16
@@ -162,7 +156,9 @@ def memory_picture(
     history: History, axis: TimeAxis, holdings: Mapping[str, Sequence[HeldPart]]
 ) -> Picture | None:
     """Return the picture of used and leased memory by GPU, or None if it would be empty."""
-    gpus = [gpu for gpu in history.gpus_of_run if history.samples.get(gpu.uuid) or holdings[gpu.uuid]]
+    gpus = [
+        gpu for gpu in history.hosts.gpus_of_run if history.hosts.samples.get(gpu.uuid) or holdings[gpu.uuid]
+    ]
     if not gpus:
         return None
     shown = gpus[:MOST_GPUS]
@@ -198,7 +194,7 @@ def _memory_panel(
     """
     title = ", ".join(filter(None, (gpu_name(gpu, gpus), gpu.name)))
     panel = Panel(title, _MEMORY_HEIGHT, "GiB")
-    readings = [(sample.time, sample.used_bytes) for sample in history.samples.get(gpu.uuid, ())]
+    readings = [(sample.time, sample.used_bytes) for sample in history.hosts.samples.get(gpu.uuid, ())]
     samples = [(time, used) for time, used in readings if used is not None]
     known = [gpu.total_bytes or 0, gpu.capacity_bytes or 0, *leased_steps(holdings)[1]]
     top = max(*known, *(used for _, used in samples)) * 1.04 or _GIB
@@ -219,7 +215,7 @@ def _memory_panel(
         panel.lines["used"] = "M" + "L".join(f"{x:g} {y(used):.1f}" for x, used in highest.items())
     panel.marks = [
         Mark(OUT_OF_MEMORY, axis.x(axis.clock.seconds(event.time)), 4.0)
-        for event in history.out_of_memory
+        for event in history.calls.out_of_memory
         if event.uuid == gpu.uuid
     ]
     return panel
@@ -308,7 +304,7 @@ def workers_picture(history: History, axis: TimeAxis, tries: Sequence[CallTry]) 
 
 def _groups(history: History, tries: Sequence[CallTry]) -> dict[str, list[CallTry]]:
     """Return the calls by the name of their GPU, or of their host's CPU."""
-    gpus = history.gpus_of_run
+    gpus = history.hosts.gpus_of_run
     groups: dict[str, list[CallTry]] = {gpu_name(gpu, gpus): [] for gpu in gpus}
     names = {gpu.uuid: gpu_name(gpu, gpus) for gpu in gpus}
     on_cpu = [attempt for attempt in tries if not any(uuid in names for uuid in attempt.gpus)]

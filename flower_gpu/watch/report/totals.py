@@ -10,9 +10,11 @@ from statistics import fmean
 from typing import Final
 
 from flower_gpu.watch.fields import SERVER
+from flower_gpu.watch.folds.calls import STARTING, WAITING
+from flower_gpu.watch.folds.failures import reason_of
+from flower_gpu.watch.folds.hosts import GPUInfo, GPUSample, HostSpan
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallTry, RunClock, highest_peak, processes
-from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample, HostSpan, reason_of
 
 # Maximum delay between a release and its event in the trace, in seconds. In between another call may have got
 # the memory. A killed process writes no release at all.
@@ -45,13 +47,13 @@ def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
     The ledger grants memory only when it is free. So if a lease needs the memory of an earlier lease, the
     earlier lease had already ended, even if its release was written later.
     """
-    gpu = history.gpus.get(uuid)
+    gpu = history.hosts.gpus.get(uuid)
     capacity = None if gpu is None else gpu.capacity_bytes
     holdings = []
-    for lease in history.leases:
+    for lease in history.leases.spans:
         if lease.granted_at is not None and uuid in lease.memory_bytes:
             released_at = lease.released_at
-            end = history.over_at(lease.granted_at, clock.end) if released_at is None else released_at
+            end = history.run.over_at(lease.granted_at, clock.end) if released_at is None else released_at
             begin_s, end_s = clock.seconds(lease.granted_at), clock.seconds(max(end, lease.granted_at))
             nbytes = lease.memory_bytes[uuid]
             turns = [(clock.seconds(time), client) for time, client in lease.turns]
@@ -132,7 +134,7 @@ class HostTotals:
     def __init__(
         self, history: History, clock: RunClock, host: HostSpan, tries_of_host: Sequence[CallTry]
     ) -> None:
-        gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
+        gpus = [history.hosts.gpus[uuid] for uuid in host.gpus if uuid in history.hosts.gpus]
         self.host = host
         self.calls = len({attempt.span.call for attempt in tries_of_host})
         self.failed = sum(attempt.has_failed for attempt in tries_of_host)
@@ -186,8 +188,8 @@ class Totals:
         self.duration_s = clock.duration_s
         #: The GPUs that the run could use.
         self.gpus = [
-            GPUTotals(gpu, holdings[gpu.uuid], history.samples.get(gpu.uuid, ()))
-            for gpu in history.gpus_of_run
+            GPUTotals(gpu, holdings[gpu.uuid], history.hosts.samples.get(gpu.uuid, ()))
+            for gpu in history.hosts.gpus_of_run
         ]
         self.phase_s = dict.fromkeys(PHASES, 0.0)  # sums over all calls
         for part in (part for attempt in tries for part in attempt.parts):
@@ -209,7 +211,8 @@ class Totals:
             on_host.setdefault(attempt.span.host, []).append(attempt)
         #: The hosts of a Ray cluster.
         self.hosts = [
-            HostTotals(history, clock, host, on_host.get(name, ())) for name, host in history.hosts.items()
+            HostTotals(history, clock, host, on_host.get(name, ()))
+            for name, host in history.hosts.by_name.items()
         ]
 
     @property

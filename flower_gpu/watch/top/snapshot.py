@@ -20,10 +20,11 @@ from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name
 from flower_gpu.watch.fields import call_label
+from flower_gpu.watch.folds.calls import WorkerSpan
+from flower_gpu.watch.folds.leases import LeaseSpan
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen, look_at_host
-from flower_gpu.watch.spans import LeaseSpan, WorkerSpan
 
 _MUTEX_WAIT_S: Final = 1.0
 
@@ -242,10 +243,10 @@ def host_row(seen: Seen) -> HostRow | None:
 
 def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
     """Return the row of a run, from its history."""
-    history, run, open_round = followed.history, followed.run, followed.history.open_round
-    began = run.since if run else history.started_at
-    until = seen.now if history.finished_at is None else history.finished_at
-    evaluations = [evaluation for evaluation in history.evaluations if evaluation.metrics]
+    history, run, open_round = followed.history, followed.run, followed.history.rounds.open_round
+    began = run.since if run else history.run.started_at
+    until = seen.now if history.run.finished_at is None else history.run.finished_at
+    evaluations = [evaluation for evaluation in history.rounds.numbered_parts if evaluation.metrics]
     # Show metrics of training only if no other task has reported metrics.
     last = next(
         (evaluation for evaluation in reversed(evaluations) if evaluation.task != "train"),
@@ -253,16 +254,16 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
     )
     return RunRow(
         run=followed.label,
-        kind=run.kind if run else history.kind,
+        kind=run.kind if run else history.run.kind,
         folder=str(followed.folder),
         pid=followed.pid,
         seconds=None if began is None else max(0.0, until - began),
-        round=history.current_round,
-        num_rounds=history.num_rounds,
+        round=history.calls.current_round,
+        num_rounds=history.rounds.num_rounds,
         task=open_round.task if open_round else "",
         messages_done=open_round.finished if open_round else None,
         messages=open_round.messages if open_round else None,
-        calls_done=history.calls_done,
+        calls_done=history.calls.done_in_round,
         metrics=dict(last.metrics) if last else {},
         metrics_round=last.round if last else None,
         outcome=followed.outcome(),
@@ -281,7 +282,7 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
         with_worker = {"", *(worker.lease for worker in workers)}
         rows += [
             _lease_row(seen, followed, span, holders.get(span.id))
-            for span in history.leases
+            for span in history.leases.spans
             # This host's ledger does not hold the leases of other hosts.
             if span.id not in with_worker and (span.id in holders or (span.host and not is_over))
         ]
@@ -299,7 +300,7 @@ def _worker_row(
     seen: Seen, followed: FollowedRun, worker: WorkerSpan, holders: Mapping[str, Entry]
 ) -> WorkerRow:
     """Return the row of a worker."""
-    lease = holders.get(worker.lease) or followed.history.lease_of(worker)
+    lease = holders.get(worker.lease) or followed.history.calls.lease_of(worker)
     desc, done, total = worker.progress
     has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
     return WorkerRow(
@@ -348,7 +349,7 @@ def _message_leases(seen: Seen, followed: FollowedRun) -> list[Entry]:
     """Return the leases on cores that a run's process holds itself, without the leases of its workers."""
     if not followed.is_of_this_host:
         return []
-    with_worker = {span.id for span in followed.history.leases}
+    with_worker = {span.id for span in followed.history.leases.spans}
     return [
         entry
         for entry in seen.holders
@@ -383,7 +384,7 @@ def _lease_fields(
         parts = lease.memory_bytes
         # Only the trace knows the indices of another host's GPUs.
         if history is not None and lease.host:
-            numbers = tuple(sorted(history.gpus[uuid].index for uuid in parts))
+            numbers = tuple(sorted(history.hosts.gpus[uuid].index for uuid in parts))
     pid, used = seen.report(ticket)
     return {
         "gpus": seen.numbers(parts) if numbers is None else numbers,
@@ -400,7 +401,7 @@ def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, .
     labels_by_request = {
         (request.caller_pid, call_label(asdict(request))): followed.label
         for followed in runs
-        for request in followed.history.waiting
+        for request in followed.history.leases.waiting
         if followed.is_of_this_host and request.host in ("", platform.node())
     }
     entries = seen.state.waiting if seen.state else ()

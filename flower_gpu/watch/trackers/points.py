@@ -13,8 +13,8 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import encodable
 from flower_gpu.trace import SERVER_EVALUATE, Event
 from flower_gpu.watch.fields import first_line, node_id, number, text, whole_number
+from flower_gpu.watch.folds.rounds import OpenRound, RoundPart, numbers_of
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import OpenRound, RoundPart, numbers_of
 
 #: Maximum number of clients of a run for which each client has its own series. With more clients, only their
 #: mean, minimum and maximum are sent, because trackers get slow with many series. The number of clients in a
@@ -28,9 +28,6 @@ _GIB: Final = 1 << 30
 _ON_SERVER: Final = ("", "server")
 #: Units of ``Point.step``.
 ROUND, SECONDS = "round", "seconds"
-
-#: Names of the events from which :class:`Points` creates points.
-EVENTS: Final = ("round_finished", "round", "gpu_sample", "reply", "run_finished")
 
 Value = str | int | float | bool | None
 
@@ -103,7 +100,7 @@ class Points:
             case "round_finished":
                 yield from self._of_part(at, event, text(event.get("task")))
             # If the run has a strategy, the strategy's recorder reports this round as well.
-            case "round" if self.history.strategy is None:
+            case "round" if self.history.rounds.strategy is None:
                 yield from self._of_part(at, event, SERVER_EVALUATE)
             case "gpu_sample" if self._looked_at is None or at - self._looked_at >= _GPU_INTERVAL_S:
                 self._looked_at = at
@@ -123,13 +120,13 @@ class Points:
 
     def _of_part(self, at: float, event: Event, task: str) -> Iterator[Point]:
         key = (whole_number(event.get("round")), task)
-        part = self.history.part(*key)
+        part = self.history.rounds.part(*key)
         if part is None:
             return
         values = _round_values(part)
         if (oom := self.history.tally.out_of_memory.total()) > 0:
             values["rounds/out_of_memory"] = float(oom)
-        closed = self.history.closed_round
+        closed = self.history.rounds.closed_round
         if closed is not None and (closed.round, closed.task) == key and part.messages:
             values |= self._of_clients(closed)
         yield from self._point(part.round, at, values)
@@ -148,7 +145,7 @@ class Points:
             if call.peak_bytes:
                 figures.setdefault("gpu_peak_gib", {})[call.client] = max(call.peak_bytes.values()) / _GIB
         self._clients.update(*figures.values())
-        has_own_series = max(self.history.clients or 0, len(self._clients)) <= MOST_CLIENTS
+        has_own_series = max(self.history.run.clients or 0, len(self._clients)) <= MOST_CLIENTS
         values: dict[str, float] = {}
         for name, by_client in figures.items():
             # Comparisons with nan are always false. So the extremes ignore nan, while the mean becomes nan.
@@ -167,11 +164,11 @@ class Points:
         values: dict[str, float] = {}
         held_leases = [
             lease
-            for lease in self.history.leases
+            for lease in self.history.leases.spans
             if lease.granted_at is not None and lease.released_at is None
         ]
-        for gpu in self.history.gpus_of_run:
-            if not (samples := self.history.samples.get(gpu.uuid)):
+        for gpu in self.history.hosts.gpus_of_run:
+            if not (samples := self.history.hosts.samples.get(gpu.uuid)):
                 continue
             readings = {
                 "used_gib": None if samples[-1].used_bytes is None else samples[-1].used_bytes / _GIB,
@@ -180,7 +177,7 @@ class Points:
                 "temperature_c": samples[-1].temperature_c,
             }
             # GPUs of other hosts have the same indices, so their names include the host.
-            prefix = "" if gpu.host in ("", self.history.host) else f"{gpu.host}/"
+            prefix = "" if gpu.host in ("", self.history.run.host) else f"{gpu.host}/"
             names = f"gpu/{prefix}{gpu.index}"
             values |= {
                 f"{names}/{name}": float(reading) for name, reading in readings.items() if reading is not None
@@ -191,7 +188,7 @@ class Points:
         self, server_round: int | None, at: float, values: Mapping[str, float], failure: str = ""
     ) -> Iterator[Point]:
         if values or failure:
-            seconds = max(0, int(at - (self.history.started_at or at)))
+            seconds = max(0, int(at - (self.history.run.started_at or at)))
             axis, step = (SECONDS, seconds) if server_round is None else (ROUND, server_round)
             yield Point(self._sent, axis, step, at, values, failure)
             self._sent += 1

@@ -45,7 +45,6 @@ from flower_gpu.watch.fields import first_line, mapping, text
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers import adapters
 from flower_gpu.watch.trackers.points import (
-    EVENTS,
     Point,
     Points,
     TrackedRun,
@@ -226,7 +225,7 @@ class _TrackerFeed(threading.Thread):
             return
         if remaining := len(self._waiting) + self._left_out:
             self.warn("end", f"{remaining} point{'s are' if remaining != 1 else ' is'} missing there")
-        self._tracker.close(self._points.history.outcome)
+        self._tracker.close(self._points.history.run.outcome)
 
     def warn(self, topic: str, why: str) -> None:
         """Print a warning, unless there was already a warning about the same topic."""
@@ -286,21 +285,19 @@ class _TrackerFeed(threading.Thread):
 
     def _start(self) -> None:
         history, run = self._points.history, self._run
-        facts = {"strategy": history.strategy, "num_rounds": history.num_rounds} if history.strategy else {}
+        facts = (
+            {"strategy": history.rounds.strategy, "num_rounds": history.rounds.num_rounds}
+            if history.rounds.strategy
+            else {}
+        )
         ids = self._tracker.start(replace(run, config={**run.config, **facts}))
         trace.write_to(run.folder.path, "tracker_started", tracker=self._label, ids=dict(ids))
 
     def _read(self, max_bytes: int) -> None:
-        # Collect events for one call of feed(), because each call spends time on all open spans.
-        unread: list[trace.Event] = []
         for event in self._events.read_new(max_bytes):
-            unread.append(event)
             self._has_begun |= event.get("event") in _BEGIN
-            if event.get("event") in EVENTS:
-                self._points.history.feed(unread)
-                unread.clear()
-                self._waiting.extend(self._points.of(event))
-        self._points.history.feed(unread)
+            self._points.history.feed([event])
+            self._waiting.extend(self._points.of(event))
 
 
 def _text(error: Exception) -> str:

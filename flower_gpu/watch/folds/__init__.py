@@ -1,0 +1,19 @@
+"""The folds of a history: each takes in the events of a trace, and sums up those of one topic.
+
+    event ── run     start, end and pauses of the run, its settings and facts
+          ├─ hosts   GPUs with their samples, and the hosts of a Ray cluster
+          ├─ leases  requests, and the leases that they became
+          ├─ calls   workers and the calls that they handle
+          └─ rounds  messages, replies and metrics of the rounds, and the failures of clients
+
+A fold has one method that takes an event, :meth:`fold`. Its ``match`` statement lists the events that the
+fold reads. A fold may read the state of the folds before it in this list; ``calls`` also reads ``rounds``.
+
+Incomplete traces: a killed process does not report the end of its workers, and a full disk cuts lines. So
+each fold accepts an end without a beginning, and the reverse. A resumed run appends to the same trace and
+repeats its last rounds. So the folds remove the first attempt of a repeated round from the results.
+
+Memory: a view of a run in progress needs neither finished workers nor old samples. With
+``keep_finished=False``, a fold drops an item as soon as it is finished. The work for an event never depends
+on the number of rounds.
+"""
