@@ -217,7 +217,7 @@ class _UsageWriter:
         for use, reserved in zip(self.uses, frameworks.reserved_bytes() or (), strict=False):
             if use.share.uuid in self._used:
                 self._used[use.share.uuid] = use.beyond(reserved)
-        if self.lease.ticket and facts.confinement is None:
+        if self.lease.ticket and not facts.is_confined:
             tickets.report(self._used, self._taken_bytes(), is_idle=True)
 
     def _taken_bytes(self) -> int:
@@ -262,7 +262,7 @@ class _UsageWriter:
         if not used:
             return
         self._used = used
-        if self.lease.ticket and facts.confinement is None:
+        if self.lease.ticket and not facts.is_confined:
             tickets.report(used, self._taken_bytes())
         else:
             # For a rank, the worker that started it writes the ticket. For a confined worker, the caller

@@ -189,7 +189,7 @@ def run(
     :func:`flower_gpu.flower.record_bytes.encode_reply` writes them.
     """
     reply, state = replied(function, message, context, identity)
-    return (reply, state) if facts.confinement is None else record_bytes.encode_reply(reply, state)
+    return record_bytes.encode_reply(reply, state) if facts.is_confined else (reply, state)
 
 
 def replied(

@@ -35,13 +35,12 @@ from flower_gpu.leases.entries import Entry, Reader
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.options import CALL
+from flower_gpu.options import CALL, CONCURRENCY
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.threads import available_cores, cores
 
-_CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _ROUNDING: Final = 1e-9  # tolerance for quotients such as 2 / 0.1
 # Modules that every worker needs, whatever the app imports
 _OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
@@ -111,7 +110,7 @@ def variables(count: int, env: Mapping[str, str] | None, num_cpus: float | None 
     ``num_cpus``: cores that each call requests, or None.
     """
     requested = {} if num_cpus is None else {CALL["num_cpus"].variable: f"{num_cpus:g}"}
-    return {_CONCURRENCY: str(min(count, cores())), **requested, **(env or {})}
+    return {CONCURRENCY.variable: str(min(count, cores())), **requested, **(env or {})}
 
 
 def core_leases(settings: CallSettings, count: int, max_leases: int, name: str) -> CoreLeases:

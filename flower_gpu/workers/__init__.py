@@ -21,7 +21,7 @@
        |  transport: the result goes into a memory file that the caller has made; it is sealed
        v
     started_worker: waits for result, process and deadline together, and lets the worker wait for the next
-            call, or ends its whole group
+            call, or ends its whole group; call_watch: what it has seen of the call
     caller: maps the result (transport, or confined_replies for a confined worker); call_end: returns the
             value or raises the error
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu import control_group
 from flower_gpu.errors import (
@@ -28,10 +28,8 @@ from flower_gpu.errors import (
     shortened,
 )
 from flower_gpu.workers.call import Call
+from flower_gpu.workers.call_watch import CallWatch
 from flower_gpu.workers.output import Tail
-
-if TYPE_CHECKING:
-    from flower_gpu.workers.started_worker import CallWatch
 
 
 @dataclass(frozen=True)

@@ -51,22 +51,23 @@ from flower_gpu.files import duplicated
 from flower_gpu.unkillable import KILLED_S
 from flower_gpu.workers import (
     call_end,
+    call_watch,
     confined_replies,
     memory_files,
     oom_kills,
     own_process,
-    started_worker,
     threads,
     transport,
 )
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.call_end import Outcome
+from flower_gpu.workers.call_watch import CallWatch
 from flower_gpu.workers.events import Sink, send, sending_to
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.interrupts import deferred_interrupts
 from flower_gpu.workers.life import StopOrder
-from flower_gpu.workers.started_worker import CallWatch, StartedWorker
+from flower_gpu.workers.started_worker import StartedWorker
 
 _TRIES = 3
 
@@ -185,7 +186,7 @@ class Line:
     def retire(self) -> None:
         """Tell the waiting worker to exit, and wait for it."""
         if self._worker is not None:
-            self._worker.leave(time.monotonic() + started_worker.EXIT_GRACE_S)
+            self._worker.leave(time.monotonic() + call_watch.EXIT_GRACE_S)
             self._end_worker()
 
     def close(self) -> None:
@@ -303,7 +304,7 @@ class Line:
                 self._running = None
             worker, self._worker = self._worker, None
             assert worker is not None
-            self._end_later(worker, started_worker.EXIT_GRACE_S - started_worker.WAIT_FOR_EXIT_S)
+            self._end_later(worker, call_watch.EXIT_GRACE_S - call_watch.WAIT_FOR_EXIT_S)
 
     def _end_worker(self) -> None:
         with deferred_interrupts():

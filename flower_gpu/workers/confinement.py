@@ -105,12 +105,12 @@ class Confinement:
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
     """Return True if this worker is confined, or should have been."""
-    return facts.confinement is not None or bool(environ.get(CONFINED_VARIABLE))
+    return facts.is_confined or bool(environ.get(CONFINED_VARIABLE))
 
 
 def own_variables() -> frozenset[str]:
     """Return the variables that this module sets or removes in a confined worker."""
-    if facts.confinement is None:
+    if not facts.is_confined:
         return frozenset()
     return frozenset((*_OWN_FOLDERS, *_LEFT_OUT, "PATH", "VIRTUAL_ENV"))
 
@@ -124,7 +124,7 @@ def apply(environ: Mapping[str, str]) -> None:
     # This worker inherited the confinement of the worker that has started it.
     if wanted is None and CONFINED_VARIABLE in environ:
         thread_names.be_readable()
-    if wanted is None or facts.confinement is not None:
+    if wanted is None or facts.is_confined:
         return
     rights = dict(_rights(wanted, environ))
     try:
@@ -146,7 +146,7 @@ def apply(environ: Mapping[str, str]) -> None:
             "The app was not run"
         )
     _make_own_folders(wanted)
-    facts.confinement = wanted
+    facts.is_confined = True
     if wanted.venv:
         interpreter.use_environment(wanted.venv)
     if guard.granted(environ) and not thread_names.can_be_given():

@@ -15,11 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flower_gpu.workers.confinement import Confinement
-    from flower_gpu.workers.transport import GivenRequest
+from typing import Any
 
 
 @dataclass
@@ -37,10 +33,8 @@ class OwnProcess:
     lease_descriptor: int = -1
     #: Callback that runs once when this worker waits for another call.
     when_idle: Callable[[], None] | None = None
-    #: Confinement of this process, or None.
-    confinement: Confinement | None = None
-    #: Request of the current call of this worker, if it came in a memory file.
-    request: GivenRequest | None = None
+    #: True if this process is confined to what the app of a message needs.
+    is_confined: bool = False
     #: Receiver of the events of this worker's call, including events from threads that the task has started.
     sink: Callable[[dict[str, Any]], None] | None = None
     #: Modules imported by forks of this process. None if this process does not report them to a fork server.

@@ -10,7 +10,7 @@ process id can be reused.
 - ``_stdout`` and ``_stderr``: pipes with the worker's output, which is echoed and kept for error texts.
 - ``_pidfd``: becomes readable when the worker exits. Without pidfds the caller polls every ``_POLL_S``.
 
-:class:`CallWatch` holds the facts about one call, so a worker that does several calls gets several of these.
+:class:`.CallWatch` holds the facts about one call, so a worker that does several calls gets several of these.
 
 The thread that runs the call does all the waiting:
 
@@ -40,25 +40,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 from flower_gpu.unkillable import KILLED_S, sleeping_in
 from flower_gpu.workers import confined_replies, messages, state_folder
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.events import Sink, note_imported
+from flower_gpu.workers.call_watch import FIRST_LOOKS_S, CallWatch
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.client import ServerPlace
 from flower_gpu.workers.life import StopOrder, end_group, end_later, ending_left
-from flower_gpu.workers.output import Stream, Tail, all_lines, echo
+from flower_gpu.workers.output import Stream, all_lines, echo
 
-# Seconds from the result to the exit, in which atexit functions and CUDA's own cleanup run.
-EXIT_GRACE_S = 10.0
-# How much of EXIT_GRACE_S the next call waits. A worker with a lease gets all of it.
-WAIT_FOR_EXIT_S = 1.0
 # Seconds from the exit to the end of the process group, in which resource trackers tidy up.
 _CHILDREN_GRACE_S = 0.5
 # Seconds from the request for a stack dump to the kill of a hung worker.
@@ -67,95 +61,12 @@ _STACK_DUMP_S = 0.5
 _POLL_S = 0.05
 # Longest wait in the main thread, because a signal that another thread receives does not wake it.
 _SIGNAL_S = 0.5
-# Seconds between looks at the worker's memory: in the first _FIRST_S seconds, and later.
-_FIRST_LOOKS_S, _LATER_LOOKS_S, _FIRST_S = 0.05, 0.25, 1.0
+# Seconds between looks at the worker's memory after the first _FIRST_S seconds.
+_LATER_LOOKS_S, _FIRST_S = 0.25, 1.0
 # Longest wait in other threads, because :meth:`StartedWorker.kill` does not wake them.
 _LOOK_S = 2.0
 # Messages read from an exited worker. The number is limited because a child of it may go on to write.
 _MAX_LATE_MESSAGES = 1000
-
-
-@dataclass
-class CallWatch:
-    """The facts about one call, filled in while the worker runs it."""
-
-    call: Call
-    pid: int
-    on_event: Sink | None
-    #: True once the worker has read the call. A new worker counts as having read it.
-    is_begun: bool
-    tail: Tail = field(default_factory=Tail)
-    has_result: bool = False
-    #: True if the worker waits for another call.
-    stays: bool = False
-    #: True once the worker has exited.
-    has_ended: bool = False
-    #: Exit code, ``-n`` after signal ``n``, None if unknown.
-    exitcode: int | None = None
-    #: Reason for an unknown exit code.
-    why_unknown: str = ""
-    #: True if a stop order arrived before the result.
-    is_stopped: bool = False
-    #: True if another thread killed the worker, and the worker had not exited after KILLED_S.
-    is_cancelled: bool = False
-    #: Kernel function that the worker sleeps in if SIGKILL has not ended it within KILLED_S; otherwise empty.
-    stuck_in: str = ""
-    #: Variables that the task's module set after the fork server's libraries had read them.
-    set_too_late: dict[str, str | None] | None = None
-    #: True if the kernel certainly killed the worker because main memory ran out.
-    is_out_of_memory: bool = False
-    #: Callback for looks at the worker's memory, called at intervals with its process id.
-    on_look: Callable[[int], None] | None = None
-    #: Time of the next look, in seconds since the watch began.
-    look_at_s: float = _FIRST_LOOKS_S
-    #: Place in the task that called sys.exit.
-    sys_exit: str = ""
-    #: Lower bound of the seconds that the call has spent on imports.
-    import_s: float = 0.0
-    #: Modules that the worker has imported, if it reported new ones during the call.
-    imported: list[str] = field(default_factory=list)
-    peak_bytes: int = 0
-
-    @property
-    def hangs(self) -> bool:
-        """Return True if the worker is still running the call, so that it has to be killed."""
-        return not self.has_ended and not self.has_result
-
-    @property
-    def exit_s(self) -> float:
-        """Return the seconds to wait for the worker's exit after the result."""
-        may_be_late = self.call.lease_descriptor < 0 and self.call.confinement is None
-        return min(EXIT_GRACE_S, WAIT_FOR_EXIT_S) if may_be_late else EXIT_GRACE_S
-
-    @property
-    def is_late_to_exit(self) -> bool:
-        """Return True if the result is there, but the worker has not exited within ``exit_s``."""
-        return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
-
-    def take(self, raw_event: dict[str, Any]) -> None:
-        """Record a report of the worker, and pass it on to ``on_event`` if the caller wants it."""
-        event = raw_event if self.call.confinement is None else confined_replies.checked_event(raw_event)
-        if event is None:
-            return
-        kind = event.get("event")
-        if kind == "result":
-            self.has_result, self.stays = True, bool(event.get("stays"))
-            self.peak_bytes = event.get("peak_bytes") or 0
-            if self.on_event is not None:
-                self.on_event({**event, "event": "worker_result"})
-        elif kind == "begun":
-            self.is_begun = True
-        elif kind == "importing":
-            self.import_s = float(event["seconds"])
-        elif kind == "sys_exit":
-            self.sys_exit = str(event["where"])
-        elif kind == "imported":
-            self.imported = event["names"]
-            note_imported(self.imported)
-        elif kind == "set_too_late":
-            self.set_too_late = event["variables"]
-        elif self.on_event is not None:
-            self.on_event(event)
 
 
 class StartedWorker:
@@ -324,7 +235,7 @@ class StartedWorker:
             return math.inf
         if since_s >= seen.look_at_s:
             seen.on_look(self.pid)
-            seen.look_at_s = since_s + (_FIRST_LOOKS_S if since_s < _FIRST_S else _LATER_LOOKS_S)
+            seen.look_at_s = since_s + (FIRST_LOOKS_S if since_s < _FIRST_S else _LATER_LOOKS_S)
         return seen.look_at_s - since_s
 
     def _wait(self, deadline: float) -> None:
@@ -366,8 +277,9 @@ class StartedWorker:
             return
         for descriptor in files:
             os.close(descriptor)
-        if self._seen is not None:
-            self._seen.take(report)
+        event = confined_replies.checked_event(report) if self._is_confined else report
+        if self._seen is not None and event is not None:
+            self._seen.take(event)
             self._imported = self._seen.imported or self._imported
 
     def _forget(self, descriptor: int) -> None:

@@ -256,7 +256,7 @@ def test_a_pool_in_a_global_ends_with_its_worker(
     method: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller does not have to wait until the worker is killed."""
-    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr("flower_gpu.workers.call_watch.EXIT_GRACE_S", 60.0)
     with contextlib.ExitStack() as stack:
         call: Callable[..., Any] = partial(run_in_worker, start_method=method)
         if method == "line of workers":

@@ -48,7 +48,7 @@ def caller(module_caller: Caller) -> Iterator[Caller]:
 def test_a_worker_that_hangs_at_its_exit_returns_its_result(
     task: str, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr("flower_gpu.workers.call_watch.EXIT_GRACE_S", 0.3)
     assert caller.run(f"plain_tasks:{task}") == 42
     assert caller.run(f"plain_tasks:{task}", calls=2) == 42
     caller.lines[0].retire()  # It must not wait for the worker.
@@ -58,8 +58,8 @@ def test_a_worker_that_hangs_at_its_exit_returns_its_result(
 def test_the_next_call_does_not_wait_for_a_worker_that_hangs_at_its_exit(
     task: str, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 60.0)
-    monkeypatch.setattr("flower_gpu.workers.started_worker.WAIT_FOR_EXIT_S", 0.1)
+    monkeypatch.setattr("flower_gpu.workers.call_watch.EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr("flower_gpu.workers.call_watch.WAIT_FOR_EXIT_S", 0.1)
     hanging: list[int] = []
     try:
         for _ in range(3):

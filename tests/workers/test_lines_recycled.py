@@ -71,7 +71,7 @@ def test_a_failed_call_does_not_affect_the_next_call(
 
 
 def test_a_stopped_worker_can_be_retired(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr("flower_gpu.workers.call_watch.EXIT_GRACE_S", 0.3)
     pid, _ = caller.run("tasks_lines:count", calls=100)
     os.kill(pid, signal.SIGSTOP)
     caller.lines[0].retire()

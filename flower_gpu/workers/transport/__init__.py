@@ -19,13 +19,12 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from flower_gpu.errors import WorkerError
 from flower_gpu.workers import memory_files
 from flower_gpu.workers.memory_files import create as create
 from flower_gpu.workers.memory_files import sharing
-from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.transport import regions
 from flower_gpu.workers.transport.regions import (
     BUFFER,
@@ -87,7 +86,7 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
     try:
         files = _files(index, {IN_THIS_FILE: descriptor, IN_SHARED: shared}, shared=IN_THIS_FILE)
         request_map = files[IN_THIS_FILE].map if IN_THIS_FILE in files else None
-        facts.request = GivenRequest(descriptor, memory_files.identity(descriptor), request_map)
+        _current.request = _GivenRequest(descriptor, memory_files.identity(descriptor), request_map)
         return _load(head, index, files)
     finally:
         if shared >= 0:
@@ -99,7 +98,7 @@ def write_reply(value: Any, descriptor: int) -> None:
 
     Later writes of this process into its arguments stay in this process.
     """
-    request = facts.request
+    request = _current.request
     parts = Parts([("result", getattr(value, "value", value))], None if request is None else request.map)
     # Classes are pickled by name if possible. A fork has the caller's __main__, so the caller gets its own
     # classes back. A spawned worker got the contents of __main__ by value, and returns them by value.
@@ -256,17 +255,26 @@ def _load(head: bytes, index: Sequence[_IndexEntry], files: dict[int, _File]) ->
 
 
 @dataclass(frozen=True)
-class GivenRequest:
-    """The request of the current call in this worker."""
+class _GivenRequest:
+    """A request that came in a memory file."""
 
     descriptor: int
     identity: tuple[int, int, int]
     map: memory_files.Map | None
 
 
+class _CurrentCall:
+    """The request of the current call in this worker, or None."""
+
+    request: _GivenRequest | None = None
+
+
+_current: Final = _CurrentCall()
+
+
 def _leave_request() -> None:
     """Make later writes into the arguments private to this process."""
-    request, facts.request = facts.request, None
+    request, _current.request = _current.request, None
     if request is None or request.map is None:
         return
     try:
