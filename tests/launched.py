@@ -1,6 +1,6 @@
 """Runs `flower-gpu launch` on a whole app as a user does, and checks that no process is left behind.
 
-Also has a host with stub GPUs for such runs, and helpers to read their traces.
+Also has helpers to read the traces of such runs.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from ledger_observer import observed
-from nvml_stub import Host
 from shared_servers import SHARED_STATE
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.state import State
 from flower_gpu.watch.folds.calls import WorkerSpan
 from flower_gpu.watch.history import History
 
@@ -32,33 +27,6 @@ REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 COMMAND = (sys.executable, "-m", "flower_gpu.cli", "launch")
 SIMULATE = (*COMMAND[:-1], "simulate")
-
-
-class StubHost(Host):
-    """A host with stub GPUs of 16 GiB and a separate ledger."""
-
-    def __init__(self, folder: Path, gpus: int) -> None:
-        super().__init__(folder, gpus=gpus)
-        self.ledger = folder / "ledger"
-        self.ledger.mkdir(mode=0o700)
-        self.env["FLOWER_GPU_LEDGER_DIR"] = str(self.ledger)
-        # PyTorch must not learn of a GPU that exists only in NVML.
-        self.env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
-
-    def status(self) -> State:
-        """Return the state of the ledger, read with its mutex held."""
-        return Ledger(LedgerFolder(self.ledger)).status()
-
-    def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
-        """Record continuously the bytes that each lease holds of each GPU."""
-        return observed(
-            self.ledger,
-            lambda holders: {
-                entry.id: {part.uuid: part.memory_bytes for part in entry.gpu_parts}
-                for entry in holders
-                if entry.gpu_parts
-            },
-        )
 
 
 def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:

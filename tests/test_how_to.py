@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from how_to_pages import PAGES, block, blocks, commands, write_app
-from launched import StubHost, events_of
+from launched import events_of
+from nvml_stub import Host
 
 from flower_gpu.apps.app import parse_pairs
 from flower_gpu.calls.settings import call_settings
@@ -101,7 +102,7 @@ def test_the_node_config_on_a_page_is_read() -> None:
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a host with a stub GPU and this package's commands on PATH."""
-    host = StubHost(tmp_path_factory.mktemp("how-to") / "host", gpus=1)
+    host = Host(tmp_path_factory.mktemp("how-to") / "host", gpus=1)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, **host.env, "PATH": path}
 

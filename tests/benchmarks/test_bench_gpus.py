@@ -33,11 +33,9 @@ def test_the_gpu_benchmark_reports_a_missing_gpu() -> None:
 
 
 @pytest.fixture
-def stand_in(cuda_host: Callable[..., Host], tmp_path: Path) -> dict[str, str]:
+def stand_in(cuda_host: Callable[..., Host]) -> dict[str, str]:
     """Variables of a host with a simulated GPU that PyTorch can use, and with its own ledger."""
-    ledger = tmp_path / "ledger"
-    ledger.mkdir()
-    return {**cuda_host(gpus=1, total=16 * GIB, driver="615.20.01").env, "FLOWER_GPU_LEDGER_DIR": str(ledger)}
+    return cuda_host(gpus=1, total=16 * GIB, driver="615.20.01").env
 
 
 def test_the_gpu_benchmark_runs_on_a_stand_in(figures: Figures, stand_in: dict[str, str]) -> None:

@@ -49,15 +49,12 @@ def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options
 
 def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any:
     """Run one call in a confined worker. ``write``: folders that the worker can also write into."""
-    from flower_gpu.calls.runner import run_call
-    from flower_gpu.calls.settings import call_settings
-    from flower_gpu.programs.confine import Allowed, for_message
+    import confined_calls
 
-    settings = call_settings(options)
-    with for_message(Allowed(write=tuple(write)), [str(Path(__file__).parents[1])]) as confinement:
-        return run_call(
-            task, args, settings=settings.with_worker(confinement=confinement), kind="train", by_name=True
-        )
+    from flower_gpu.programs.confine import Allowed
+
+    code = [str(Path(__file__).parents[1])]
+    return confined_calls.run_confined(task, *args, allowed=Allowed(write=tuple(write)), code=code, **options)
 
 
 def run_in_threads(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[Any]:

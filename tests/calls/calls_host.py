@@ -16,9 +16,6 @@ from forked import WAIT_S, Forked
 from nvml_stub import GIB
 from phases import PHASES
 
-from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
-
 FOLDER = Path(__file__).parent
 
 #: A forked worker inherits the state of its caller. A worker of a fork server receives all that it needs.
@@ -90,17 +87,15 @@ class CallsHost:
     ----------
     folder : Path
         Folder of this test.
-    library, state : Path
-        Folders of all tests: the stub's library, and the state folder of the user.
+    state : Path
+        The user's state folder, which all tests share.
     """
 
-    def __init__(self, folder: Path, library: Path, state: Path) -> None:
+    def __init__(self, folder: Path, state: Path) -> None:
         self.folder = folder
         self.stub = nvml_stub.Host(folder / "stub", gpus=1)
         self.uuid = self.stub.uuids[0]
-        self.ledger = folder / "ledger"
-        self.ledger.mkdir()
-        self.ledger.chmod(0o1777)
+        self.ledger = self.stub.ledger
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
         self.run_dir.chmod(0o777)
@@ -112,9 +107,7 @@ class CallsHost:
             if not name.startswith(("FLOWER_GPU", "CUDA_", "PYTORCH_", "LD_", "XLA_", "OMP_"))
         }
         self.env |= {
-            "LD_LIBRARY_PATH": str(library),
-            "NVML_STUB_DIR": self.stub.env["NVML_STUB_DIR"],
-            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
+            **self.stub.env,
             "FLOWER_GPU_STATE_DIR": str(state),
             "FLOWER_GPU_RUN_DIR": str(self.run_dir),
             "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent)]),
@@ -139,7 +132,7 @@ class CallsHost:
 
     def status(self) -> Any:
         """Return the holders and waiting claims of the ledger."""
-        state = Ledger(LedgerFolder(self.ledger)).status()
+        state = self.stub.status()
         holders = [
             {
                 "pid": entry.pid,

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import nvml_stub
 import pytest
 from calls_host import CallsHost
 
@@ -28,6 +27,6 @@ def calls_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def calls_host(tmp_path: Path, calls_folder: Path) -> Iterator[CallsHost]:
     """A host with one GPU of 16 GiB."""
-    host = CallsHost(tmp_path, nvml_stub.compiled(550).parent, calls_folder / "state")
+    host = CallsHost(tmp_path, calls_folder / "state")
     yield host
     host.close()

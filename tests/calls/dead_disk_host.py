@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from confined_calls import run_confined
+
 from flower_gpu import run_in_worker
-from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
-from flower_gpu.programs.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed
 
 TIMEOUT_S = 60
 
@@ -56,10 +56,8 @@ def main() -> None:
         method: result(run_in_worker, task, device, start_method=method, **limits)
         for method in ("forkserver", "spawn", "fork")
     }
-    with for_message(Allowed((str(Path(device).parent), disk)), []) as confinement:
-        settings = call_settings({"start_method": "spawn", **limits}).with_worker(confinement=confinement)
-        confined = {"settings": settings, "kind": "train", "by_name": True}
-        results["confined"] = result(run_call, task, (device,), **confined)
+    allowed = Allowed((str(Path(device).parent), disk))
+    results["confined"] = result(run_confined, task, device, allowed=allowed, start_method="spawn", **limits)
     print(json.dumps(results))
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, sys.argv[1])
 from flower_gpu import run_in_worker
 for task, arguments, options in json.loads(sys.argv[2]):
     try:
-        result = run_in_worker(f"driver_cap_tasks:{task}", *arguments, **options)
+        result = run_in_worker(f"host_tasks:{task}", *arguments, **options)
     except Exception as error:
         result = [type(error).__name__, str(error)]
     print(json.dumps(result), flush=True)
@@ -36,12 +36,9 @@ class Host:
 
     def __init__(self, gpus: cuda_stub.Host, folder: Path, group: Path) -> None:
         self.gpus, self.folder, self.group = gpus, folder, group
-        self.env = {**os.environ, **gpus.env, "FLOWER_GPU_RUN_DIR": str(folder)}
-        for name in ("LEDGER", "STATE"):
-            directory = folder / name
-            directory.mkdir()
-            directory.chmod(0o1777 if name == "LEDGER" else 0o700)
-            self.env[f"FLOWER_GPU_{name}_DIR"] = str(directory)
+        (state := folder / "state").mkdir(mode=0o700)
+        variables = {"FLOWER_GPU_RUN_DIR": str(folder), "FLOWER_GPU_STATE_DIR": str(state)}
+        self.env = {**os.environ, **gpus.env, **variables}
 
     def start(self, *command: str, **env: str) -> subprocess.Popen[str]:
         """Start a program in the control group."""

@@ -8,13 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from confined_calls import run_confined
 
 from flower_gpu import errors, run_in_worker
-from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
 from flower_gpu.gpu import guard
-from flower_gpu.programs.confine import Allowed, for_message
 
 METHODS = ("forkserver", "spawn", "fork")
 #: The file of kmsg is missing, because it needs a capability of root that a confined worker has dropped.
@@ -31,7 +29,9 @@ def main() -> None:
                 "guard_tasks:paths_opened", paths, start_method=method, **options
             )
             if method != "fork":
-                report[f"confined, {name}, {method}"] = run_confined(start_method=method, **options)
+                report[f"confined, {name}, {method}"] = run_confined(
+                    "guard_tasks:paths_opened", CONFINED, start_method=method, **options
+                )
     device = os.open("/dev/nvidia0", os.O_RDONLY)
     report["descriptor of the caller"] = run_in_worker(
         "guard_tasks:read_descriptor", device, start_method="fork", gpu="never"
@@ -63,19 +63,6 @@ def main() -> None:
     except errors.ConfigError as error:
         report["without a worker"] = str(error)
     print(json.dumps(report))
-
-
-def run_confined(**options: Any) -> Any:
-    """Make the call in a confined worker, as ``flower-gpu supernode --confine`` does."""
-    settings = call_settings(options)
-    with for_message(Allowed(), []) as confinement:
-        return run_call(
-            "guard_tasks:paths_opened",
-            (CONFINED,),
-            settings=settings.with_worker(confinement=confinement),
-            kind="train",
-            by_name=True,
-        )
 
 
 if __name__ == "__main__":

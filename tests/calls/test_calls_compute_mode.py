@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import cuda_stub
 import pytest
@@ -53,16 +52,14 @@ for line in sys.stdin:
 
 
 def test_each_call_on_an_exclusive_gpu_runs_alone_or_gets_advice(
-    cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path
+    cuda_host: Callable[..., cuda_stub.Host],
 ) -> None:
     """Seven calls would fit, but CUDA admits only one process, and none next to a program that NVML hides."""
     host = cuda_host(gpus=1)
     host.set(0, compute_mode=EXCLUSIVE_PROCESS)
-    ledger = tmp_path / "ledger"
-    ledger.mkdir(mode=0o1777)
     process = subprocess.Popen(
         [sys.executable, "-c", CLIENTS],
-        env={**os.environ, **host.env, "FLOWER_GPU_LEDGER_DIR": str(ledger)},
+        env={**os.environ, **host.env},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

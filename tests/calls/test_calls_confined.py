@@ -63,7 +63,7 @@ def test_a_confined_client_of_an_mps_daemon_can_connect(
         daemon.bind(str(pipes / "control"))
         daemon.listen()
         caller = calls_host.start(CUDA_MPS_PIPE_DIRECTORY=str(pipes))
-        command = ("run_confined", "mps_tasks:try_actions", str(pipes))
+        command = ("run_confined", "host_tasks:use_mps_folder", str(pipes))
         options = {"write": [calls_host.env["NVML_STUB_DIR"]], "start_method": method}
         outcomes = caller(*command, gpu_memory="1GiB", **options)
         forbidden = dict.fromkeys(("make", "remove", "replace", "empty"), "EACCES")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cuda_stub
-import driver_cap_tasks
+import host_tasks
 import pytest
 from driver_cap_host import CALLER, SPAWNED, Host, host_in_group
 from hypothesis import HealthCheck, given, settings
@@ -22,7 +22,7 @@ from properties import examples
 from flower_gpu import control_group
 
 MIB = 2**20
-OUT_OF_MEMORY = driver_cap_tasks.OUT_OF_MEMORY
+OUT_OF_MEMORY = host_tasks.OUT_OF_MEMORY
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 from guard_host import CONFINED, METHODS
 from nvml_stub import Host
+from run_programs import run, run_python
 
-import flower_gpu
 from flower_gpu import errors, landlock, trace
 from flower_gpu.cli import main as cli
 from flower_gpu.gpu import device_files, guard
@@ -59,32 +58,47 @@ FILES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of calls on a host with such device files."""
-    folder = tmp_path_factory.mktemp("guard")
-    for name in ("dev", "files", "state", "ledger"):
-        (folder / name).mkdir(mode=0o700)
-    host = Host(folder / "host", gpus=2)
+def guard_env(folder: Path, device: Path | None = None) -> dict[str, str]:
+    """Return variables for programs with the tasks of this folder and their own fork servers.
+
+    ``device``: a file that counts as the device file of a GPU.
+    """
+    (folder / "state").mkdir(mode=0o700)
     tests = Path(__file__).parent
     env = {
-        **os.environ,
-        **host.env,
-        "PYTHONPATH": os.pathsep.join([str(tests), str(Path(flower_gpu.__file__).parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), *sys.path]),
         "FLOWER_GPU_STATE_DIR": str(folder / "state"),
-        "FLOWER_GPU_LEDGER_DIR": str(folder / "ledger"),
         "FLOWER_GPU_SERVER_IDLE_S": "1",
     }
-    script = [sys.executable, str(tests / "guard_host.py"), str(folder / "files"), *FILES]
-    command = ["unshare", "--mount", "sh", "-c", DEV, "sh", str(folder), *script]
+    if device is not None:
+        device.parent.mkdir(exist_ok=True)
+        device.touch()
+        env["FLOWER_GPU_GUARDED"] = str(device)
+    return env
+
+
+def run_with_own_mounts(command: list[str], env: dict[str, str]) -> Any:
+    """Run a program in its own mount namespace, and return the JSON value in its last line."""
     try:
-        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
+        process = run(["unshare", "--mount", *command], env={**os.environ, **env})
     except FileNotFoundError:
         pytest.skip("there is no unshare")
     if process.returncode and "unshare failed" in process.stderr:
         pytest.skip("needs the right to make a mount namespace")
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of calls on a host with such device files."""
+    folder = tmp_path_factory.mktemp("guard")
+    for name in ("dev", "files"):
+        (folder / name).mkdir(mode=0o700)
+    env = {**Host(folder / "host", gpus=2).env, **guard_env(folder)}
+    script = [sys.executable, str(Path(__file__).with_name("guard_host.py")), str(folder / "files"), *FILES]
+    result: dict[str, Any] = run_with_own_mounts(["sh", "-c", DEV, "sh", str(folder), *script], env)
+    return result
 
 
 @needs_landlock
@@ -134,18 +148,8 @@ class TestWorker:
 @needs_landlock
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can change its account")
 def test_a_guarded_worker_starts_no_fork_server(tmp_path: Path) -> None:
-    device = tmp_path / "nvidia9"
-    device.touch()
-    state = tmp_path / "state"
-    state.mkdir(mode=0o700)
-    process = subprocess.run(
-        [sys.executable, "-c", _NESTED],
-        env={**os.environ, "FLOWER_GPU_GUARDED": str(device), "FLOWER_GPU_STATE_DIR": str(state)}
-        | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = guard_env(tmp_path, tmp_path / "nvidia9")
+    process = run_python(_NESTED, env={**os.environ, **env})
     assert process.returncode == 0, process.stderr
     report = json.loads(process.stdout.splitlines()[-1])
     assert report["auto"] == 7
@@ -166,28 +170,9 @@ print(json.dumps({**result, "servers": [str(server) for server in control.status
 @pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")
 def test_a_dead_disk_does_not_block_workers(tmp_path: Path) -> None:
     """The disk is mounted directly below the root folder, and no app has requested it."""
-    (tmp_path / "dev").mkdir()
     device = tmp_path / "dev" / "nvidia9"
-    device.touch()
-    (tmp_path / "state").mkdir(mode=0o700)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "FLOWER_GPU_GUARDED": str(device),
-        "FLOWER_GPU_STATE_DIR": str(tmp_path / "state"),
-        "FLOWER_GPU_SERVER_IDLE_S": "1",
-    }
-    command = ["unshare", "--mount", sys.executable, str(Path(__file__).with_name("dead_disk_host.py"))]
-    try:
-        process = subprocess.run(
-            [*command, str(device)], env=env, capture_output=True, text=True, timeout=150, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no unshare")
-    if process.returncode and "unshare failed" in process.stderr:
-        pytest.skip("needs the right to make a mount namespace")
-    assert process.returncode == 0, process.stderr
-    report = json.loads(process.stdout.splitlines()[-1])
+    program = Path(__file__).with_name("dead_disk_host.py")
+    report = run_with_own_mounts([sys.executable, str(program), str(device)], guard_env(tmp_path, device))
     if "skip" in report:
         pytest.skip(report["skip"])
     assert report == dict.fromkeys(("forkserver", "spawn", "fork", "confined"), False)
@@ -226,15 +211,8 @@ def test_a_guard_that_cannot_be_set_is_reported(tmp_path: Path, run_script: Any)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(_STARTS_THREAD)
     device = tmp_path / "nvidia9"
-    device.touch()
-    (tmp_path / "state").mkdir(mode=0o700)
-    env = {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), *sys.path]),
-        "FLOWER_GPU_GUARDED": str(device),
-        "FLOWER_GPU_STATE_DIR": str(tmp_path / "state"),
-        "FLOWER_GPU_SERVER_IDLE_S": "1",
-        "FLOWER_GPU_RUN_DIR": str(tmp_path),
-    }
+    env = guard_env(tmp_path, device) | {"FLOWER_GPU_RUN_DIR": str(tmp_path)}
+    env["PYTHONPATH"] = f"{tmp_path / 'site'}:{env['PYTHONPATH']}"
     process = run_script(_BESIDE_A_THREAD, str(device), env=env)
     opened, lines, described, refused = json.loads(process.stdout.splitlines()[-1])
     reason = "another thread ran before the process could be restricted"

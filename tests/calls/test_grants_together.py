@@ -82,25 +82,22 @@ def test_reused_workers_of_a_simulation(
 
 CONFINED = """
 import json, os, sys
-from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
-from flower_gpu.programs.confine import Allowed, for_message
+sys.path[:0] = sys.argv[2:]
+from confined_calls import run_confined
+from flower_gpu.programs.confine import Allowed
 task, arguments, options = json.loads(sys.argv[1])
-settings = call_settings(options)
-with for_message(Allowed((sys.path[0],), (os.environ["NVML_STUB_DIR"],)), []) as confinement:
-    settings = settings.with_worker(confinement=confinement)
-    try:
-        print(json.dumps(run_call(task, arguments, settings=settings, kind="train", by_name=True)))
-    except Exception as error:
-        print(json.dumps([type(error).__name__, str(error)]))
+allowed = Allowed((sys.path[0],), (os.environ["NVML_STUB_DIR"],))
+try:
+    print(json.dumps(run_confined(task, *arguments, allowed=allowed, **options)))
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
 """
 
 
 def run_confined(host: Host, task: str, *arguments: Any, **options: Any) -> Any:
     """Run a task in a confined worker, as ``flower-gpu supernode --confine`` does."""
-    script = f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n{CONFINED}"
-    call = json.dumps([task, arguments, options])
-    return json.loads(host.run(sys.executable, "-c", script, call).splitlines()[-1])
+    script = [sys.executable, "-c", CONFINED, json.dumps([task, arguments, options])]
+    return json.loads(host.run(*script, str(FOLDER), str(FOLDER.parent)).splitlines()[-1])
 
 
 @pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")

@@ -58,8 +58,8 @@ class Shell:
         self._started: list[subprocess.Popen[str]] = []
 
     def on(self, host: Host) -> Shell:
-        """Set the variables of a stub host, and return this shell."""
-        self.env |= host.env
+        """Set the variables of a stub host except for its ledger, and return this shell."""
+        self.env |= {**host.env, "FLOWER_GPU_LEDGER_DIR": str(self.ledger)}
         return self
 
     def __call__(self, command: str, *arguments: str, code: int = 0, **options: Any) -> str:

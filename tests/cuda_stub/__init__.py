@@ -59,6 +59,7 @@ class Host(nvml_stub.Host):
         self.set_cuda(1000 * int(libraries.name.rpartition("-")[2]))
         for index in range(len(self.uuids)):
             self.set(index, context=context)
+        del self.env["PYTORCH_NVML_BASED_CUDA_CHECK"]
         paths = [str(libraries), self.env["LD_LIBRARY_PATH"]]
         (runtime,) = libraries.glob("libcudart.so.*")
         preload = [str(runtime), *os.environ.get("LD_PRELOAD", "").split()]

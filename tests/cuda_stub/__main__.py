@@ -40,15 +40,10 @@ def main() -> int:
         host = cuda_stub.Host(folder, gpus=arguments.gpus, total=SIZE.check(arguments.total, "--total"))
         for index in range(arguments.gpus):
             host.set(index, **dict(field.split("=", 1) for field in arguments.set))
-        # The command needs a separate ledger and separate fork servers, because the user's are for other
-        # GPUs.
-        variables = {"PATH": f"{Path(__file__).parent / 'mps'}:{os.environ['PATH']}"}
-        for name in ("LEDGER", "STATE"):
-            directory = folder / name.lower()
-            directory.mkdir(exist_ok=True)
-            directory.chmod(0o1777 if name == "LEDGER" else 0o700)
-            variables[f"FLOWER_GPU_{name}_DIR"] = str(directory)
-        env = {**os.environ, **variables, **host.env}
+        # The command needs separate fork servers, because the user's are for other GPUs.
+        (state := folder / "state").mkdir(mode=0o700, exist_ok=True)
+        path = f"{Path(__file__).parent / 'mps'}:{os.environ['PATH']}"
+        env = {**os.environ, "PATH": path, "FLOWER_GPU_STATE_DIR": str(state), **host.env}
         return subprocess.run(arguments.command, env=env, check=False).returncode
 
 

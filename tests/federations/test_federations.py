@@ -15,12 +15,11 @@ from launched import (
     REPOSITORY,
     Launch,
     Launched,
-    StubHost,
     assert_nothing_left,
     events_of,
     most_at_a_time,
 )
-from nvml_stub import GIB
+from nvml_stub import GIB, Host
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.options import RESERVE
@@ -54,7 +53,7 @@ def assert_each_call_has_its_process(done: Launched, clients: str) -> None:
 def test_the_quickstart_with_three_supernodes_on_a_gpu_with_room_for_two(
     launch: Launch, tmp_path: Path
 ) -> None:
-    host = StubHost(tmp_path / "host", gpus=1)
+    host = Host(tmp_path / "host", gpus=1)
     with host.observed() as seen:
         done = launch(
             QUICKSTART,
@@ -87,7 +86,7 @@ def test_the_quickstart_with_three_supernodes_on_a_gpu_with_room_for_two(
 
 def test_failing_clients_and_distributed_gpus(launch: Launch, tmp_path: Path) -> None:
     """The app does not pass its context on, so its processes know the policy from their environment."""
-    host = StubHost(tmp_path / "host", gpus=2)
+    host = Host(tmp_path / "host", gpus=2)
     dealt_out = ("--gpu", "force", "--gpu-ids", "1,0", "--gpu-memory", "3GiB")
     done = launch(NUMPY_APP, "--clients", "4", "--rounds", "2", *dealt_out, env=host.env)
     assert done.code == 0, done.output + done.logs()
@@ -112,7 +111,7 @@ def test_failing_clients_and_distributed_gpus(launch: Launch, tmp_path: Path) ->
 @pytest.mark.timeout(600)
 def test_the_example_with_four_nodes_and_four_policies(tmp_path: Path) -> None:
     """The example runs unchanged, with its SuperLink, its SuperNodes and its two runs."""
-    host = StubHost(tmp_path / "host", gpus=1)
+    host = Host(tmp_path / "host", gpus=1)
     logs = tmp_path / "logs"
     done = subprocess.run(
         [DEVICE_POLICY / "federation.sh", logs],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,21 +43,17 @@ def test_the_message_says_which_versions_to_install(
     assert (FITS in message) == (FITS in texts)
 
 
-def test_the_inventory_contains_the_cuda_version_of_the_driver(host: Host, taker: Callable[..., Any]) -> None:
-    take = taker(host.env)
+def test_the_inventory_contains_the_cuda_version_of_the_driver(host: Host, take: Callable[..., Any]) -> None:
     assert take()["cuda_version"] == [12, 4]
     take("close")
     host.set_cuda(13010)
     assert take()["cuda_version"] == [13, 1]
 
 
-def test_a_call_without_cuda_explains_the_mismatch_once(
-    tmp_path: Path, host: Host, run_script: Callable[..., Any]
-) -> None:
+def test_a_call_without_cuda_explains_the_mismatch_once(host: Host, run_script: Callable[..., Any]) -> None:
     """The explanation names both versions, while PyTorch's own error names only one."""
     torch = cuda.build()
     assert torch is not None
-    (tmp_path / "ledger").mkdir()
     completed = run_script(
         """
         import torch
@@ -68,7 +63,7 @@ def test_a_call_without_cuda_explains_the_mismatch_once(
         for _ in range(2):
             print(run_in_worker(use, gpu_memory="4GiB", start_method="fork"))
         """,
-        env={**host.env, "FLOWER_GPU_LEDGER_DIR": str(tmp_path / "ledger")},
+        env=host.env,
         timeout_s=100,
     )
     assert completed.stdout == "cpu\ncpu\n"

@@ -1,11 +1,12 @@
 """A host with simulated GPUs: a stub of NVIDIA's management library, and the classes that control it.
 
-Programs that start with :attr:`Host.env` and use nvidia-ml-py see the GPUs of that host. The answers of the
-library come from files, so they can change while programs run::
+Programs that start with :attr:`Host.env` and use nvidia-ml-py see the GPUs of that host, and share its
+ledger of leases. The answers of the library come from files, so they can change while programs run::
 
     host = Host(tmp_path / "host", gpus=2)
     host.set(0, used=12 * GIB)
     subprocess.run(command, env={**os.environ, **host.env})
+    host.until(lambda state: not state.holders)
 
 A simulated worker calls :func:`allocate`. Its memory is counted while its process exists.
 """
@@ -21,10 +22,17 @@ import subprocess
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from waiting import until
+
+if TYPE_CHECKING:
+    from flower_gpu.leases.state import State
 
 GIB = 2**30
 
@@ -93,14 +101,20 @@ class Program:
 
 
 class Host:
-    """A host with up to 64 stub GPUs.
+    """A host with up to 64 stub GPUs and its own ledger. All tests with GPUs describe their host with it.
 
-    ``total``, ``reserved``: memory of each GPU, and memory that the driver reserves on it, in bytes.
-    ``driver``: version of the driver, which decides the symbols of the library (see :func:`compiled`).
-    ``host``: name of the host. GPUs of hosts with different names have different UUIDs.
+    - GPUs and their memory: ``gpus``, ``name``, and in bytes ``total`` and ``reserved`` (by the driver).
+      :meth:`set` changes a GPU, :meth:`mig` divides it, :meth:`program` lets another program use its memory.
+    - Driver: ``driver`` is its version, which decides the symbols of the library (see :func:`compiled`).
+      :meth:`fail`, :meth:`fail_init` and :meth:`hang` let its functions fail or block.
+    - Processes: they start with the environment variables :attr:`env`. A test adds variables, such as a state
+      folder or the folder of a run, to that dict.
+    - Leases: :meth:`status`, :meth:`until` and :meth:`observed` read the ledger as an outsider.
 
-    Programs on this host start with the environment variables :attr:`env`. :attr:`uuids` is in the order of
-    the GPUs' numbers. By default, all hosts have the same UUIDs, so that their output can be compared.
+    :attr:`uuids` is in the order of the GPUs' numbers. By default, all hosts have the same UUIDs, so that
+    their output can be compared. Hosts with different names ``host`` have different UUIDs.
+
+    :class:`cuda_stub.Host` adds GPUs that PyTorch can use.
     """
 
     def __init__(
@@ -118,8 +132,18 @@ class Host:
         # paths are equal.
         self.stub_file = compiled(int(driver.partition(".")[0]))
         (self.folder / "use").mkdir(parents=True, exist_ok=True)
+        self.ledger = self.folder / "ledger"
+        self.ledger.mkdir(exist_ok=True)
+        # Several accounts share a ledger.
+        self.ledger.chmod(0o1777)
         paths = [str(self.stub_file.parent), os.environ.get("LD_LIBRARY_PATH", "")]
-        self.env = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "NVML_STUB_DIR": str(self.folder)}
+        self.env = {
+            "LD_LIBRARY_PATH": ":".join(filter(None, paths)),
+            "NVML_STUB_DIR": str(self.folder),
+            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
+            # PyTorch must not learn of a GPU that exists only in NVML.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
+        }
         self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, f'{host}{index}')}" for index in range(gpus)]
         for index, gpu_uuid in enumerate(self.uuids):
             fields: Fields = {"uuid": gpu_uuid, "name": name, "total": total, "used": 0, "reserved": reserved}
@@ -226,6 +250,38 @@ class Host:
     def used(self, index: int | str) -> int:
         """Return the bytes in use on a GPU of this host. Its own processes can call :func:`used` instead."""
         return _used(self.folder, index)
+
+    def status(self) -> State:
+        """Return the state of the ledger, read with its mutex held."""
+        # Processes that only use the stub must not import the package.
+        from flower_gpu.leases.ledger import Ledger
+        from flower_gpu.leases.ledger_folder import LedgerFolder
+
+        return Ledger(LedgerFolder(self.ledger)).status()
+
+    def until(self, condition: Callable[[State], Any]) -> State:
+        """Wait until the state of the ledger meets a condition, and return that state."""
+
+        def matching_state() -> State | None:
+            state = self.status()
+            return state if condition(state) else None
+
+        state = until(matching_state, self.status)
+        assert state is not None
+        return state
+
+    def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
+        """Record continuously the bytes that each lease holds of each GPU."""
+        from ledger_observer import observed
+
+        return observed(
+            self.ledger,
+            lambda holders: {
+                entry.id: {part.uuid: part.memory_bytes for part in entry.gpu_parts}
+                for entry in holders
+                if entry.gpu_parts
+            },
+        )
 
     def _file(self, index: int | str) -> Path:
         return _device_file(self.folder, *_find(self.folder, index))

@@ -1,4 +1,4 @@
-"""A host with stub GPUs for simulations, with a separate ledger, and access to the trace of its leases."""
+"""Simulations on a host with stub GPUs, and access to the trace of their leases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,8 @@ from typing import Any
 from nvml_stub import Host
 from shared_servers import SHARED_STATE
 from simulations import TIMEOUT_S, Simulation, command
-from waiting import until
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.state import State
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,14 @@ class Running:
 
 
 class StubHost:
-    """A host with stub GPUs and a separate ledger."""
+    """Runs of simulations on a host with stub GPUs."""
 
     def __init__(self, folder: Path, gpus: int, host: Host | None = None, **fields: Any) -> None:
         self.host = host or Host(folder / "host", gpus=gpus, **fields)
-        self.folder, self.ledger = folder, folder / "ledger"
-        self.ledger.mkdir()
-        self.logs = folder / "runs"
-        # PyTorch would ask NVML about GPUs that exist only in the NVML stub.
+        self.ledger, self.status, self.until = self.host.ledger, self.host.status, self.host.until
+        self.folder, self.logs = folder, folder / "runs"
         self.env = {
             **SHARED_STATE,
-            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "FLOWER_GPU_POLICY": "offer",
             # Clients of the app "leased" take memory of the stub, and write down what they see.
             "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -102,15 +94,6 @@ class StubHost:
                 yield
             finally:
                 process.stdin.close()
-
-    def status(self) -> State:
-        """Return the holders of leases on this host, and the waiting claims."""
-        return Ledger(LedgerFolder(self.ledger)).status()
-
-    def until(self, condition: Callable[[State], Any]) -> State:
-        """Wait until the ledger's state meets a condition. Return that state."""
-        until(lambda: condition(self.status()), self.status)
-        return self.status()
 
     def go_on(self) -> None:
         """Let a paused run of the app "leased" continue."""

@@ -31,16 +31,8 @@ class Host:
 
     def __init__(self, cards: cuda_stub.Host, folder: Path) -> None:
         self.cards, self.folder = cards, folder
-        (ledger := folder / "ledger").mkdir(mode=0o1777)
-        ledger.chmod(0o1777)
         path = f"{Path(cuda_stub.__file__).parent / 'mps'}:{os.environ['PATH']}"
-        self.env = {
-            **os.environ,
-            **cards.env,
-            **SHARED_STATE,
-            "FLOWER_GPU_LEDGER_DIR": str(ledger),
-            "PATH": path,
-        }
+        self.env = {**os.environ, **cards.env, **SHARED_STATE, "PATH": path}
 
     def start(self, *runs: dict[str, Any], **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(

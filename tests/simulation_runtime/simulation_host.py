@@ -14,14 +14,11 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import nvml_stub
 from ledger_observer import observed
+from nvml_stub import Host
 from waiting import until
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.state import State
 
 FOLDER = Path(__file__).parent
 START_S = (
@@ -44,17 +41,16 @@ class SimulationHost:
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder
-        self.uuids = nvml_stub.Host(folder / "stub", gpus=gpus).uuids
+        self.stub = Host(folder / "stub", gpus=gpus)
+        self.uuids, self.status = self.stub.uuids, self.stub.status
         self.run_dir = self.new_folder("run")
         # Ray creates sockets in this folder, and their paths are limited to 107 characters.
         self.ray = Path(tempfile.mkdtemp(prefix="fgpu-ray-"))
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self.env |= {
+            **self.stub.env,
             "HOME": str(self.new_folder("home")),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "LD_LIBRARY_PATH": str(nvml_stub.compiled(550).parent),
-            "NVML_STUB_DIR": str(folder / "stub"),
-            "FLOWER_GPU_LEDGER_DIR": str(self.new_folder("ledger")),
             "FLOWER_GPU_STATE_DIR": os.environ["FLOWER_GPU_STATE_DIR"],
             "FLOWER_GPU_RUN_DIR": str(self.run_dir),
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -66,7 +62,6 @@ class SimulationHost:
             "RAY_DEDUP_LOGS": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 << 20),
         }
-        self._ledger = Ledger(LedgerFolder(folder / "ledger"))
         self._running = ExitStack()
 
     def new_folder(self, name: str) -> Path:
@@ -84,13 +79,10 @@ class SimulationHost:
         """Run a program to its end. Return its output."""
         return self.start(*command, name=name, **env).succeeded()
 
-    def status(self) -> State:
-        return self._ledger.status()
-
     def observed(self) -> AbstractContextManager[list[dict[str, tuple[int, int]]]]:
         """Record continuously which process holds how much memory of which GPU."""
         return observed(
-            self.folder / "ledger",
+            self.stub.ledger,
             lambda holders: {
                 holder.id: (self.uuids.index(part.uuid), part.memory_bytes)
                 for holder in holders

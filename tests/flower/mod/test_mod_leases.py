@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import StubHost, events_of
+from launched import events_of
+from nvml_stub import Host
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
@@ -18,7 +19,7 @@ from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes
 Run = Callable[..., Any]
 
 
-class ModHost(StubHost):
+class ModHost(Host):
     """A host with stub GPUs for programs with clients. It has its own ledger, footprints and trace."""
 
     def __init__(self, folder: Path) -> None:

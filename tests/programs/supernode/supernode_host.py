@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import run_programs
-from launched import StubHost
 from live_processes import processes_with
+from nvml_stub import Host
 from waiting import until
 
 from flower_gpu.launch import ports
@@ -44,7 +44,7 @@ class Federation:
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder
-        self.host = StubHost(folder / "host", gpus=gpus)
+        self.host = Host(folder / "host", gpus=gpus)
         self.state = folder / "state"
         self._processes: list[Process] = []
         self.pauses, self.trace, self._tmp = folder / "pauses", folder / "trace", folder / "tmp"

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from clientapp_commands import FAST, FLOWERS, LEASED, WAYS, Commands, finished, status
 from clientapp_supernode import SuperNode
-from launched import StubHost
 from live_processes import is_running
+from nvml_stub import Host
 from waiting import until
 
 from flower_gpu.gpu import guard
@@ -56,13 +56,13 @@ def node() -> Iterator[SuperNode]:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> StubHost:
+def host(tmp_path: Path) -> Host:
     """A host with two GPUs that exist only in the stub of NVML."""
-    return StubHost(tmp_path / "host", gpus=2)
+    return Host(tmp_path / "host", gpus=2)
 
 
 @pytest.fixture
-def commands(tmp_path: Path, host: StubHost) -> Commands:
+def commands(tmp_path: Path, host: Host) -> Commands:
     return Commands(tmp_path, host.env)
 
 
@@ -230,7 +230,7 @@ def test_a_signal_ends_a_message_as_in_flower(commands: Commands, node: SuperNod
 
 @pytest.mark.parametrize("way", OURS)
 def test_killing_the_command_also_ends_its_app(
-    commands: Commands, node: SuperNode, host: StubHost, way: str
+    commands: Commands, node: SuperNode, host: Host, way: str
 ) -> None:
     process, pending, app = commands.at_work(way, node, run_config={"use-gpu": True})
     assert app != process.pid
@@ -278,7 +278,7 @@ MESSAGE_CONFIG = {"gpu": "force", "gpu-ids": 0, "num-gpus": 2, "gpu-memory": "1G
 
 
 def test_options_of_the_node_override_those_of_messages_and_of_the_app(
-    commands: Commands, node: SuperNode, host: StubHost
+    commands: Commands, node: SuperNode, host: Host
 ) -> None:
     """The app has a mod that asks for two GPUs."""
     commands.env["WATCHED_APP_ASKS"] = "2"
@@ -315,7 +315,7 @@ def test_a_mod_does_not_fork_an_app_with_threads(commands: Commands, node: Super
 
 
 def test_a_lost_required_gpu_and_a_timeout_fail_the_message(
-    commands: Commands, node: SuperNode, host: StubHost
+    commands: Commands, node: SuperNode, host: Host
 ) -> None:
     host.set(0, lost=True)
     required = {"FLOWER_GPU_POLICY": "require", "FLOWER_GPU_IDS": "0"}
@@ -370,7 +370,7 @@ def broken_python(commands: Commands, state: Path) -> None:
 def test_without_a_fork_server_the_rule_of_the_operator_still_decides_about_leases(
     commands: Commands,
     node: SuperNode,
-    host: StubHost,
+    host: Host,
     private_state: Path,
     way: str,
     break_it: Callable[[Commands, Path], None],

@@ -105,12 +105,10 @@ class Host:
         self.env |= nvml_stub.Host(folder / "stub", gpus=gpus, host=name).env
         self.env |= {
             "TMPDIR": str(self.temporary),
-            "FLOWER_GPU_LEDGER_DIR": str(self._new("ledger")),
             "FLOWER_GPU_STATE_DIR": str(self._new("state")),
             "RAY_USAGE_STATS_ENABLED": "0",
             # The environment of an agent's worker is not that of a prestarted worker.
             "RAY_prestart_worker_first_driver": "0",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "PYTHONDONTWRITEBYTECODE": "1",
             **(env or {}),
