@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.device import to_device as to_device
     from flower_gpu.pytorch.device import to_numpy as to_numpy
     from flower_gpu.ranks.function import distributed as distributed
+    from flower_gpu.simulation.options import SimulationOptions as SimulationOptions
     from flower_gpu.simulation.run import simulate as simulate
     from flower_gpu.simulation.simulation_result import SimulationResult as SimulationResult
     from flower_gpu.simulation.simulation_result import SimulationStoppedError as SimulationStoppedError
@@ -72,6 +73,7 @@ _HOMES = {
     "flower_gpu.strategies.resuming.resumable": "resumable",
     "flower_gpu.workers.events": "progress",
     "flower_gpu.calls.runner": "run_in_worker",
+    "flower_gpu.simulation.options": "SimulationOptions",
     "flower_gpu.simulation.simulation_result": "SimulationResult SimulationStoppedError",
     "flower_gpu.simulation.run": "simulate",
 }

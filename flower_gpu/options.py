@@ -14,6 +14,7 @@ their order.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -38,6 +39,7 @@ from flower_gpu.kinds import (
     words,
 )
 
+_FLAG: Final = re.compile(r"--([a-z][a-z-]*)")
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -94,6 +96,7 @@ class Option:
     run_config_key: str = ""  # key of the app's run config that the option sets
     hint: str = ""  # for the author of an app that does not declare the key
     name: str = ""  # name in code
+    in_code: str = ""  # help for the option in code, if that differs
 
     def resolve(
         self,
@@ -141,8 +144,18 @@ class Option:
     @property
     def described(self) -> str:
         """The help text with the default."""
+        return self._with_default(self.help)
+
+    @property
+    def described_in_code(self) -> str:
+        """The same for the option in code. It names other options as in code, too."""
+        return self._with_default(
+            self.in_code or _FLAG.sub(lambda match: match[1].replace("-", "_"), self.help)
+        )
+
+    def _with_default(self, text: str) -> str:
         default = f"{self.default:g}" if isinstance(self.default, float) else self.default
-        return self.help.replace("{default}", str(default))
+        return text.replace("{default}", str(default))
 
 
 def table_of(annotated: type) -> dict[str, Option]:
@@ -153,6 +166,12 @@ def table_of(annotated: type) -> dict[str, Option]:
         for meta in getattr(hint, "__metadata__", ())
         if isinstance(meta, Option)
     }
+
+
+def documented(doc: str | None, heading: str, table: Mapping[str, Option]) -> str:
+    """Return a docstring in the style of NumPy with a section about these options at its end."""
+    lines = [f"{name}\n    {option.described_in_code}" for name, option in table.items()]
+    return "\n".join([inspect.cleandoc(doc or ""), f"\n{heading}\n{'-' * len(heading)}", *lines])
 
 
 def flag(name: str) -> str:
@@ -280,6 +299,8 @@ class CallOptions(TypedDict, total=False):
             None,
             "GPUs",
             ("simulate",),
+            in_code="share of a GPU's processors that a call has under simulate(mps=True) (default: its "
+            "share of the memory)",
         ),
     ]
     num_cpus: Annotated[
@@ -327,6 +348,7 @@ KEEP_GOING: Final = Option(
     "ends with status 1)",
     SWITCH,
     group="workers",
+    in_code="continue even if every client failed in the first round or in three rounds in a row",
 )
 LOG_DIR: Final = Option(
     "where the run's folder is made (default: {default})", FOLDER, default="runs", group="output"
@@ -348,13 +370,7 @@ TRACKER: Final = Option(
 
 #: The options of a call, by their keywords.
 CALL: Final = MappingProxyType(table_of(CallOptions))
-CallOptions.__doc__ = "\n".join(
-    [
-        inspect.cleandoc(CallOptions.__doc__ or ""),
-        "\nParameters\n----------",
-        *(f"{name}\n    {option.described}" for name, option in CALL.items()),
-    ]
-)
+CallOptions.__doc__ = documented(CallOptions.__doc__, "Parameters", CALL)
 
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"

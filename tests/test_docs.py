@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from run_programs import run
 
-from flower_gpu import errors
+from flower_gpu import errors, simulate
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli import watching
 from flower_gpu.cli.main import build_parser
 from flower_gpu.launch.federation import client_environment, service_environment
 from flower_gpu.options import CALL, INTERNAL_VARIABLES, SCRIPT_VARIABLES, START_METHODS, VARIABLES, Option
+from flower_gpu.simulation.options import OPTIONS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
@@ -143,6 +144,16 @@ def test_the_options_of_calls_match_the_code() -> None:
     assert rows.keys() == CALL.keys()
     for name, option in CALL.items():
         assert not option.variable or f"`{option.variable}`" in rows[name]
+
+
+def test_the_options_of_simulations_match_the_code() -> None:
+    _, _, page = read("docs/reference/python.md").partition("\n### Options of `simulate`")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page.partition("\n## ")[0], re.MULTILINE))
+    assert rows.keys() == OPTIONS.keys()
+    for name, option in OPTIONS.items():
+        assert default(option) in rows[name]
+        # The help of the function has every option, too.
+        assert f"\n{name}\n    {option.described_in_code}" in (simulate.__doc__ or "")
 
 
 def test_a_default_is_the_same_in_help_and_pages() -> None:

@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 import pytest
 from run_programs import run
 
-from flower_gpu import CallOptions, gpu_client, run_in_worker, simulate
+from flower_gpu import CallOptions, SimulationOptions, gpu_client, run_in_worker, simulate
 from flower_gpu.options import CALL
 
 USER_FILE = Path(__file__).parent / "typed_user.py"
@@ -32,7 +32,7 @@ def test_wrong_options_are_found(tmp_path: Path) -> None:
     reported = {int(line) for line in re.findall(r"user\.py:(\d+):.*\berror\b", done.stdout)}
     lines = enumerate(text.splitlines(), start=1)
     wrong = {number for number, line in lines if line.endswith("# type: ignore")}
-    assert len(wrong) == 23
+    assert len(wrong) == 24
     assert reported == wrong, done.stdout + done.stderr
     assert "num_gpu" in done.stdout and "'retyr'" in done.stdout
 
@@ -56,4 +56,4 @@ def test_the_literal_types_of_functions_match_the_options() -> None:
     for takes_options in (gpu_client, run_in_worker):
         named = {name: hint for name, hint in get_type_hints(takes_options).items() if name in options}
         assert named == {name: options[name] for name in ("start_method", "gpu", "on_oom")}
-    assert get_type_hints(simulate)["options"].__args__ == (CallOptions,)
+    assert get_type_hints(simulate)["options"].__args__ == (SimulationOptions,)

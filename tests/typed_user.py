@@ -11,6 +11,7 @@ import flower_gpu
 from flower_gpu import (
     CallOptions,
     GPUClient,
+    SimulationOptions,
     distributed,
     evaluate_many,
     gpu_client,
@@ -59,10 +60,13 @@ simulate("app", 100, on_oom="retyr")  # type: ignore
 simulate("app", 100, gpu="offered")  # type: ignore
 simulate("app", 100, start_method="forked")  # type: ignore
 simulate("app", 100, order="longst")  # type: ignore
+simulate("app", 100, max_worker=3)  # type: ignore
 
 options: CallOptions = {"num_gpus": 0.25, "lease_timeout_s": 60}
 flower_gpu.simulate("app", 100, **options)
 gpu_evaluate(train, **options)
+run_options: SimulationOptions = {"rounds": 3, "num_gpus": 0.25, "client_output": "file"}
+simulate("app", 100, **run_options)
 gpu_evaluate(train, kwargs={"data": 1}, on_oom="cpu")
 gpu_evaluate(train, on_oom="gpu")  # type: ignore
 wrong: CallOptions = {"gpu": "on"}  # type: ignore

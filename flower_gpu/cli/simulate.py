@@ -31,19 +31,18 @@ from flower_gpu.options import (
 )
 from flower_gpu.printable import path_text, told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
-from flower_gpu.simulation.options import OPTIONS, ClientOutputWord
+from flower_gpu.simulation.options import NUM_SUPERNODES, OPTIONS, ClientOutputWord
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.interrupts import ended_by_signals
 from flower_gpu.workers.own_process import facts
 
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
-# Options that are passed to the run. The command handles the others itself.
-_OF_THE_RUN: Final = tuple(
-    name for name in OPTIONS if name not in ("num_supernodes", "rounds", "progress", "client_output")
-)
+# The options with a kind have a flag of the same name.
+_OF_THE_RUN: Final = {name: option for name, option in OPTIONS.items() if option.kind is not None}
 _TABLE: Final = {
-    **OPTIONS,
+    "num_supernodes": NUM_SUPERNODES,
+    **_OF_THE_RUN,
     "run_config": Option(
         "keys of the app's run config (TOML values), or a TOML file; may be repeated",
         PAIRS,
@@ -117,19 +116,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
             wait = _forked(app)
         if wait is not None:
             return wait()
-    return _run_here(
-        app.path,
-        num_supernodes,
-        shown,
-        run_config=run_config,
-        progress=shown.has_bars,
-        client_output=shown.client_output,
-        trackers=list(chain(*arguments.tracker)) or None,
-        preload=preload,
-        clients=clients,
-        **{name: getattr(arguments, name) for name in _OF_THE_RUN},
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in _OF_THE_RUN}
+    options |= {
+        "rounds": None,  # in the run config already
+        "run_config": run_config,
+        "progress": shown.has_bars,
+        "client_output": shown.client_output,
+        "trackers": list(chain(*arguments.tracker)) or None,
+        "preload": preload,
+        "clients": clients,
         **calls,
-    )
+    }
+    return _run_here(app.path, num_supernodes, shown, options)
 
 
 def _call_options(arguments: argparse.Namespace) -> CallOptions:
@@ -233,7 +231,7 @@ class _Shown:
             _say(text)
 
 
-def _run_here(app: Path, num_supernodes: int, shown: _Shown, **options: Any) -> int:
+def _run_here(app: Path, num_supernodes: int, shown: _Shown, options: Mapping[str, Any]) -> int:
     # Imported late, because these imports take a second, and an error in an option should be shown at once.
     with told_if_slow(shown.say, "importing Flower"):
         from flower_gpu.simulation.reporting import FOLDER, error_text, lines_of

@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from flower_gpu.apps.app import FlowerApp, with_rounds
 from flower_gpu.apps.folder import RunFolder, check_same_app, earlier_run
-from flower_gpu.calls.settings import call_settings
+from flower_gpu.calls.settings import call_settings, split
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
-from flower_gpu.options import CallOptions, flag
+from flower_gpu.options import CALL, flag
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.clients import Clients, overrides_of_app, plain, settings_of
 from flower_gpu.simulation.host import MANY, Hosts, Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.options import OPTIONS, ClientOutputWord, OrderWord
+from flower_gpu.simulation.options import NUM_SUPERNODES, OPTIONS, SimulationOptions
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import cores
@@ -43,11 +43,8 @@ class RunPlan:
     ``server_env``: environment variables of a deterministic ServerApp.
     ``folder``: folder of the earlier run to resume, or None.
     ``earlier``: settings of the earlier run, or empty.
-    ``log_dir``: parent of the new run's folder, or None.
-    ``order``, ``keep_going``, ``trackers``, ``ray_address``, ``client_output``: as for
-    :func:`flower_gpu.simulate`.
-    ``state_memory_bytes``: maximum memory for the nodes' states.
-    ``clients_table``: settings of single clients, with keys as in a file.
+    ``options``: options of the simulation, with the values of the earlier run and the defaults.
+    ``calls``: options of its calls, as they were given.
     """
 
     work: Work
@@ -56,15 +53,8 @@ class RunPlan:
     server_env: Mapping[str, str]
     folder: RunFolder | None
     earlier: Mapping[str, Any]
-    log_dir: Path | None
-    order: OrderWord
-    keep_going: bool
-    trackers: tuple[str, ...]
-    ray_address: str | None
-    state_memory_bytes: int
-    clients_table: Mapping[str, Mapping[str, Any]]
-    options: CallOptions
-    client_output: ClientOutputWord
+    options: SimulationOptions
+    calls: Mapping[str, Any]
 
     @property
     def resumes(self) -> bool:
@@ -75,51 +65,45 @@ class RunPlan:
     def of(
         cls,
         app: str | Path | tuple[ServerApp, ClientApp],
-        arguments: Mapping[str, Any],
-        run_config: Mapping[str, Any],
-        trackers: str | Sequence[str] | None,
-        options: CallOptions,
+        num_supernodes: int,
+        options: SimulationOptions,
     ) -> RunPlan:
         """Return the plan for some options, joined with the options of an earlier run.
 
-        ``arguments``: values of the simulation's options.
-        ``options``: options of its calls.
-
+        Raises TypeError if an option does not exist.
         Raises ConfigError if an option cannot be used. Starts no process and writes no file.
         """
-        values = {
-            name: option.resolve(arguments[name]) for name, option in OPTIONS.items() if name in arguments
-        }
-        log_dir, resume = arguments["log_dir"], values["resume"]
-        settings = call_settings(options)
+        calls, given = split(options)
+        count = NUM_SUPERNODES.resolve(num_supernodes)
+        values = _values(given)
+        settings = call_settings(calls)
         guard.check(os.environ)
+        resume = values["resume"]
         folder, earlier = (None, {}) if resume is None else earlier_run(resume, "simulate")
         name, app_folder, server, client = _components(app)
         check_same_app(earlier, name, app_folder, resume)
-        run_config = with_rounds(run_config, values["rounds"], "rounds", "run_config")
+        run_config = with_rounds(values["run_config"] or {}, values["rounds"], "rounds", "run_config")
         run_config = {**earlier.get("run_config", {}), **run_config}
         if app_folder is not None:
-            run_config = FlowerApp.load(app_folder).simulated(run_config, values["num_supernodes"])
+            run_config = FlowerApp.load(app_folder).simulated(run_config, count)
+        if values["seed"] is None:
+            values["seed"] = earlier.get("seed", secrets.randbelow(_SEEDS))
         seed = values["seed"]
-        if seed is None:
-            seed = earlier.get("seed")
-        seed = secrets.randbelow(_SEEDS) if seed is None else seed
-        table = arguments["clients"]
-        table = earlier.get("clients_table", {}) if table is None else table
-        clients = Clients.of(table, values["num_supernodes"])
+        table = earlier.get("clients_table", {}) if values["clients"] is None else values["clients"]
+        clients = Clients.of(table, count)
+        values["clients"] = plain(table)
+        values["trackers"] = _checked_trackers(values["trackers"], folder, values["log_dir"])
         deterministic = values["deterministic"] or bool(earlier.get("deterministic"))
+        env: dict[str, str] = dict(settings.worker.env)
         server_env: dict[str, str] = {}
-        env: dict[str, str] = dict(options.get("env") or {})
         if deterministic:
             determinism.check_interpreter()
             server_env = determinism.variables({**os.environ, **env}, earlier.get("threads", 1))
-        # In a deterministic run, no client may see changes that another client made to modules.
-        calls_per_worker = values["calls_per_worker"] or (1 if deterministic else MANY)
         if values["mps"]:
             _check_can_pack(deterministic, values["ray_address"])
         run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
-        nodes_with = partial(VirtualNodes, values["num_supernodes"], seed, run_id, run_config)
-        clients = clients.with_app(overrides_of_app(client, nodes_with(), options), options)
+        nodes_with = partial(VirtualNodes, count, seed, run_id, run_config)
+        clients = clients.with_app(overrides_of_app(client, nodes_with(), calls), calls)
         client_settings = [settings_of(settings, overrides) for overrides in clients.resources()]
         if not values["mps"] and any(client.gpu.compute is not None for client in client_settings):
             raise ConfigError(
@@ -130,31 +114,18 @@ class RunPlan:
             name,
             client,
             call_settings(
-                {**options, "context": None, "env": {**env, **server_env}}, run_config=run_config, named=flag
+                {**calls, "context": None, "env": {**env, **server_env}}, run_config=run_config, named=flag
             ),
             nodes_with(clients),
             values["max_workers"],
-            calls_per_worker,
+            # In a deterministic run, no client may see changes that another client made to modules.
+            values["calls_per_worker"] or (1 if deterministic else MANY),
             deterministic,
             is_strict=deterministic and not values["keep_going"],
             mps=values["mps"],
         )
         return cls(
-            work,
-            server,
-            app_folder,
-            server_env,
-            folder,
-            earlier,
-            None if log_dir is None else values["log_dir"],
-            values["order"],
-            values["keep_going"],
-            _checked_trackers(trackers, folder, log_dir),
-            values["ray_address"],
-            values["state_memory"],
-            plain(table),
-            options,
-            values["client_output"],
+            work, server, app_folder, server_env, folder, earlier, cast(SimulationOptions, values), calls
         )
 
     def identity(self, hosts: Hosts) -> dict[str, Any]:
@@ -163,7 +134,7 @@ class RunPlan:
         identity = {"app": work.name, "num_supernodes": len(work.nodes.ids), "seed": work.nodes.seed}
         availability = [
             [pattern, entry["availability"]]
-            for pattern, entry in self.clients_table.items()
+            for pattern, entry in (self.options["clients"] or {}).items()
             if "availability" in entry
         ]
         if availability:
@@ -184,13 +155,23 @@ class RunPlan:
             "max_workers": hosts.info.concurrency,
             "calls_per_worker": work.calls_per_worker,
             "mps": work.mps,
-            "order": self.order,
-            "state_memory_bytes": self.state_memory_bytes,
-            "clients_table": self.clients_table,
-            "options": {option: _recorded(option, value) for option, value in self.options.items()},
+            "order": self.options["order"],
+            "state_memory_bytes": self.options["state_memory"],
+            "clients_table": self.options["clients"],
+            "options": {option: _recorded(option, value) for option, value in self.calls.items()},
             "cores": cores(),
             **hosts.info.described,
         }
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options of a simulation: the given ones, checked, or the defaults."""
+    for name in given:
+        if name not in OPTIONS:
+            raise TypeError(f"no option {name!r}; there are {', '.join((*OPTIONS, *CALL))}")
+    values = {name: option.resolve(given.get(name)) for name, option in OPTIONS.items()}
+    # None means no folder, and not the default.
+    return values if given.get("log_dir", "") is not None else {**values, "log_dir": None}
 
 
 def _components(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Unpack, cast
@@ -40,7 +40,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
-from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
+from flower_gpu.options import RUN_DIR_VARIABLE, documented
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.client_output import ClientOutput
@@ -49,7 +49,7 @@ from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Hosts
 from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.local_host import LocalHost
-from flower_gpu.simulation.options import OPTIONS, ClientOutputWord, OrderWord
+from flower_gpu.simulation.options import OPTIONS, SimulationOptions
 from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported
 from flower_gpu.simulation.simulation_result import SimulationResult
@@ -67,26 +67,7 @@ _is_running: Final = threading.Lock()
 def simulate(
     app: str | Path | tuple[ServerApp, ClientApp],
     num_supernodes: int,
-    *,
-    rounds: int | None = None,
-    run_config: Mapping[str, Any] | None = None,
-    max_workers: int | None = None,
-    calls_per_worker: int | None = None,
-    order: OrderWord = OPTIONS["order"].default,
-    mps: bool = False,
-    seed: int | None = None,
-    log_dir: str | Path | None = OPTIONS["log_dir"].default,
-    resume: str | Path | None = None,
-    progress: bool = True,
-    verbose: bool | None = None,
-    state_memory: int | str = OPTIONS["state_memory"].default,
-    clients: Mapping[Any, Mapping[str, Any]] | None = None,
-    keep_going: bool = False,
-    deterministic: bool = False,
-    ray_address: str | None = None,
-    trackers: str | Sequence[str] | None = None,
-    client_output: ClientOutputWord = OPTIONS["client_output"].default,
-    **options: Unpack[CallOptions],
+    **options: Unpack[SimulationOptions],
 ) -> SimulationResult:
     """Run a Flower app on virtual nodes, and return its result.
 
@@ -99,59 +80,9 @@ def simulate(
         Folder of the app with its ``pyproject.toml``, or the two apps themselves, as in a notebook.
     num_supernodes : int
         Number of virtual nodes. Their node configs contain ``partition-id`` and ``num-partitions``.
-    rounds : int, optional
-        Number of rounds: ``num-server-rounds`` of the run config. Default: the app's own value.
-    run_config : mapping, optional
-        Values that override the app's run config.
-    max_workers : int, optional
-        Maximum number of messages in flight. Default: the number of cores (one more while messages are short)
-        or the number of shares of the GPUs. Leases and memory may reduce this number.
-    calls_per_worker : int, optional
-        Maximum number of messages that a worker handles before it ends. Default: 1000, or 1 with
-        ``deterministic``. Modules and their globals persist in a worker from one message to the next.
-    order : str
-        Order of the messages of a round. ``"longest"`` starts with the messages that are expected to take
-        longest, from earlier messages to their clients. ``"sent"`` keeps the strategy's order.
-    mps : bool
-        If True, workers compute on a GPU at the same time through an MPS daemon of this run, each on its
-        share of the processors. A fault of one worker on the GPU ends the calls of all others there.
-    seed : int, optional
-        Seed of the node ids and of all random numbers of the ServerApp and the clients. The same seed gives
-        the same initial model and the same sampled clients. Default: drawn, and written to ``result.json``.
-    log_dir : str or Path, optional
-        Parent of the folder with the results. None: no folder is created.
-    resume : str or Path, optional
-        Folder of an earlier run. The run continues after the last finished round. Its run config and seed
-        apply unless they are given.
-    progress : bool
-        If True, progress and a summary are shown on stderr. A notebook shows bars if ipywidgets is installed,
-        otherwise lines.
-    verbose : bool, optional
-        If True, Flower's log lines are shown. Otherwise they go to ``run.log`` in the run's folder, and
-        warnings and errors are shown as well. Default: True, but False in a notebook.
-    state_memory : int or str
-        Memory for the states of all nodes together, in bytes or as in ``"1GiB"``. Further states go to the
-        disk.
-    clients : mapping, optional
-        Options of single clients, by partition: ``7``, ``"0-9"``, ``"*"`` or ``"*/4"``. Each value is a
-        mapping with the keys of ``--clients-table``, such as ``{"slow-down": 4}``.
-    keep_going : bool
-        If True, the run continues even if every client failed in its first round or in three rounds in a row.
-    deterministic : bool
-        If True, the same seed gives the same model bit for bit, with any number of workers. Anything that
-        would change the model ends the run. Python must have been started with ``PYTHONHASHSEED=0``.
-    ray_address : str, optional
-        Address of a Ray cluster whose hosts handle the messages: ``"auto"``, ``"host:port"`` or
-        ``"ray://host:port"``. ``max_workers`` then applies to each host. Default: this machine handles them.
-    trackers : str or sequence of str, optional
-        Destinations for figures of rounds, clients and GPUs during the run: ``"tensorboard"``, ``"wandb"``,
-        ``"mlflow"``. A resumed run continues the trackers' own runs, by default of all trackers that it had.
-    client_output : str
-        Lines of clients that are shown. ``"auto"``: the first 20 of each round, or all if no progress is
-        shown. ``"all"``: all lines. ``"file"``: no lines. ``clients.log`` in the run's folder always has all
-        of them.
     **options
-        Options of each message's worker, and its share of a GPU: see :class:`flower_gpu.CallOptions`.
+        The options of :class:`flower_gpu.SimulationOptions`, which are listed at the end. Options of each
+        message's worker, and its share of a GPU: see :class:`flower_gpu.CallOptions`.
 
     Returns
     -------
@@ -175,30 +106,14 @@ def simulate(
     --------
     >>> result = simulate("examples/quickstart", 100, rounds=5)
     """
-    arguments = {
-        "num_supernodes": num_supernodes,
-        "rounds": rounds,
-        "max_workers": max_workers,
-        "calls_per_worker": calls_per_worker,
-        "order": order,
-        "mps": mps,
-        "seed": seed,
-        "log_dir": log_dir,
-        "resume": resume,
-        "state_memory": state_memory,
-        "clients": clients,
-        "keep_going": keep_going,
-        "deterministic": deterministic,
-        "ray_address": ray_address,
-        "client_output": client_output,
-    }
     standard_streams.fill()
-    plan = RunPlan.of(app, arguments, run_config or {}, trackers, options)
+    plan = RunPlan.of(app, num_supernodes, options)
+    progress, client_output = plan.options["progress"], plan.options["client_output"]
     with ExitStack() as stack:
         stack.enter_context(_alone())
         # Without progress there are no round lines that client output could push out of sight.
-        shows_all = plan.client_output == "auto" and not progress
-        output = ClientOutput("all" if shows_all else plan.client_output)
+        shows_all = client_output == "auto" and not progress
+        output = ClientOutput("all" if shows_all else client_output)
         hosts = _hosts(plan, stack, output)
         if plan.work.is_deterministic:
             determinism.check_same(plan.earlier, hosts.info.described, is_strict=plan.work.is_strict)
@@ -207,7 +122,7 @@ def simulate(
         if plan.work.is_deterministic:
             stack.enter_context(determinism.applied(plan.server_env))
         stack.enter_context(_identity(nodes.run_id))
-        report = record.report(plan, hosts, stack, output, progress=progress, verbose=verbose)
+        report = record.report(plan, hosts, stack, output)
         grid = _grid(plan, record, hosts, report, stack)
         context = Context(nodes.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(nodes.run_config))
         recorded = RecordedGrid(grid, report.recorder, record.checkpoints, record.state)
@@ -215,6 +130,9 @@ def simulate(
         model = report.recorder.model
     path = None if record.folder is None else record.folder.path
     return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds.parts)
+
+
+simulate.__doc__ = documented(simulate.__doc__, "Other Parameters", OPTIONS)
 
 
 class _Record:
@@ -226,12 +144,13 @@ class _Record:
     def __init__(self, plan: RunPlan, hosts: Hosts, stack: ExitStack) -> None:
         """Create the folder, or use the folder of the earlier run. ``stack`` closes all files."""
         # This comes before anything is written, because the library of a tracker may be missing.
-        self._followers = tracking.Tracking(plan.trackers)
+        self._followers = tracking.Tracking(tuple(plan.options["trackers"] or ()))
         self.folder = plan.folder
         settings = dict(plan.earlier)
-        if self.folder is None and plan.log_dir is not None:
+        log_dir = plan.options["log_dir"]
+        if self.folder is None and log_dir is not None:
             settings = plan.settings(hosts)
-            self.folder = RunFolder.create(plan.log_dir)
+            self.folder = RunFolder.create(Path(log_dir))
         self._report: Report | None = None
         self._run: RecordedRun | None = None
         # First in, last out: trackers may log warnings while they end, and the summary comes after these.
@@ -240,7 +159,7 @@ class _Record:
             stack.callback(self._conclude)
         else:
             self._begin(self.folder, plan, hosts, settings, stack)
-        self.states = StateStore(_state_folder(self.folder, stack), plan.state_memory_bytes)
+        self.states = StateStore(_state_folder(self.folder, stack), int(plan.options["state_memory"]))
         stack.callback(self.states.close)
         self.checkpoints: Checkpoints | None = None
         self.state: RoundState | None = None  # state of the run that is resumed
@@ -282,9 +201,6 @@ class _Record:
         hosts: Hosts,
         stack: ExitStack,
         output: ClientOutput,
-        *,
-        progress: bool,
-        verbose: bool | None,
     ) -> Report:
         """Begin to show and record the run, and return its report."""
 
@@ -297,7 +213,7 @@ class _Record:
             self.folder,
             self._run,
             output,
-            progress=progress,
+            progress=plan.options["progress"],
             resumes=None if self.state is None else self.state.strategy,
             on_resume=begin_again,
             is_tracked=self._followers.is_on,
@@ -306,7 +222,11 @@ class _Record:
             name, clients = plan.work.name, len(plan.work.nodes.ids)
             report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
         partition_of = plan.work.nodes.partition_of
-        stack.enter_context(reported(report, partition_of, verbose=verbose, keep_going=plan.keep_going))
+        stack.enter_context(
+            reported(
+                report, partition_of, verbose=plan.options["verbose"], keep_going=plan.options["keep_going"]
+            )
+        )
         report.recorder.concurrency = hosts.info.concurrency
         return report
 
@@ -323,7 +243,7 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
     """Return the grid of a run, which sends messages to the hosts. ``stack`` closes it and the hosts."""
     work, nodes, durations = plan.work, plan.work.nodes, Durations()
     # With a single worker, the order does not change the duration.
-    has_longest_first = plan.order == "longest" and hosts.info.concurrency > 1
+    has_longest_first = plan.options["order"] == "longest" and hosts.info.concurrency > 1
     dispatcher = Dispatcher(nodes, record.states, nodes.seed, durations)
     grid = SimulationGrid(
         Run.create_empty(nodes.run_id),
@@ -382,11 +302,12 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _hosts(plan: RunPlan, stack: ExitStack, output: ClientOutput) -> Hosts:
     """Return this machine as the only host, or the hosts of a Ray cluster."""
-    if plan.ray_address is None:
+    address = plan.options["ray_address"]
+    if address is None:
         return LocalHost(plan.work, output.admit)
     from flower_gpu.simulation.cluster.hosts import RayHosts, connected
 
-    stack.enter_context(connected(plan.ray_address, plan.work.app))
+    stack.enter_context(connected(address, plan.work.app))
     return RayHosts(plan.work)
 
 
