@@ -110,22 +110,28 @@ class CallSettings:
     worker: WorkerSettings
     gpu: GPUSettings
     host: HostSettings
-    # Resolves other options with the same configs and names as these settings
-    _resolve: Callable[[Mapping[str, Any]], CallSettings] = field(compare=False, repr=False)
+    # Resolves other options with the same environment, configs and names as these settings
+    _resolve: Callable[..., CallSettings] = field(compare=False, repr=False)
     # The options from which the settings were resolved
     _options: Mapping[str, Any] = field(compare=False, repr=False)
     # Options of this client alone, for the trace
     client_overrides: Mapping[str, Any] = field(default_factory=dict)
 
-    def derived(self, overrides: Mapping[str, Any] = _EMPTY) -> CallSettings:
+    def derived(self, overrides: Mapping[str, Any] = _EMPTY, **parameters: Any) -> CallSettings:
         """Return settings of the same options, in which ``overrides`` take precedence.
 
         They are resolved again, with the environment variables and cores of the process that calls this. So
         settings that came from another host become settings of this host.
 
+        ``parameters``: other parameters of :func:`call_settings` than these settings were resolved with.
+
         Raises the errors of :func:`call_settings`.
         """
-        return self._resolve(joined(self._options, overrides))
+        return self._resolve(joined(self._options, overrides), **parameters)
+
+    def for_client(self, name: str) -> CallSettings:
+        """Return the settings with a client's name, unless they name a client already."""
+        return self.with_worker(name=self.worker.name or name)
 
     def with_worker(self, **changes: Any) -> CallSettings:
         """Return a copy with changed fields of ``worker``."""
@@ -135,7 +141,6 @@ class CallSettings:
 def call_settings(
     options: Mapping[str, Any],
     *,
-    name: str | None = None,
     base: Mapping[str, str] | None = None,
     node_config: Mapping[str, Any] = _EMPTY,
     run_config: Mapping[str, Any] = _EMPTY,
@@ -144,7 +149,6 @@ def call_settings(
     """Return checked settings. Missing options come from configs and environment.
 
     ``options``: options as in :class:`CallOptions`. Their context has both configs.
-    ``name``: name of the client if neither the options nor the environment have a name.
     ``base``: environment variables, by default of this process. The option ``env`` is added to them.
     ``named``: returns the name of an option for messages, as the user wrote it.
 
@@ -160,9 +164,7 @@ def call_settings(
         node_config, run_config = dict(context.node_config), dict(context.run_config)
     env = _checked_env(options.get("env") or {})
     environ = {**(os.environ if base is None else base), **env}
-    resolve = partial(
-        call_settings, name=name, base=base, node_config=node_config, run_config=run_config, named=named
-    )
+    resolve = partial(call_settings, base=base, node_config=node_config, run_config=run_config, named=named)
     preload = checked_preload(options.get("preload"))
     values, given_values = resolve_all(options, environ, node_config, named)
     return CallSettings(
@@ -170,7 +172,7 @@ def call_settings(
             start_method=values["start_method"],
             timeout_s=values["timeout_s"],
             env=env,
-            name=values["name"] or name,
+            name=values["name"],
             preload=preload,
             threads=_threads(values["num_cpus"], given_values.get("num_cpus"), env, environ),
         ),
@@ -249,11 +251,26 @@ def split(arguments: Mapping[str, Any], **words: str | None) -> tuple[dict[str, 
     )
 
 
+def command_settings(
+    options: Mapping[str, Any],
+    env: Mapping[str, str],
+    node_config: Mapping[str, Any] = _EMPTY,
+    run_config: Mapping[str, Any] = _EMPTY,
+) -> CallSettings:
+    """Return the settings of calls in processes that a command starts, or raise ConfigError.
+
+    ``options``: options of the command, which errors name as on a command line.
+    ``env``: environment of these processes.
+    ``node_config``, ``run_config``: configs of these processes.
+    """
+    return call_settings(options, base=env, node_config=node_config, run_config=run_config, named=flag)
+
+
 def checked_environment(options: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
     """Return an environment that contains these options of a command line.
 
     Raises ConfigError if an option or a variable cannot be used.
     """
     env = environment(options, base)
-    call_settings(options, base=env, named=flag)
+    command_settings(options, env)
     return env

@@ -17,11 +17,12 @@ from typing import Any, Final
 from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs, with_rounds
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.apps.folder import RunFolder, check_log_dir, earlier_run, short
-from flower_gpu.calls.settings import call_settings, checked_environment
+from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import FOLDER, PAIRS
 from flower_gpu.options import (
+    CALL,
     GPU_CAP,
     GPU_GUARD,
     TRACKER,
@@ -276,7 +277,7 @@ def _forked(app: FlowerApp) -> Callable[[], int] | None:
     from flower_gpu.workers import methods
     from flower_gpu.workers.forkserver import proxy
 
-    if not methods.choose(call_settings({}).worker.start_method).from_server:
+    if not methods.choose(CALL["start_method"].resolve(None, os.environ)).from_server:
         return None
     needs = Needs.of(libraries_of(app.path, app.clientapp.partition(":")[0]))
     libraries = libraries_of(app.path, app.serverapp.partition(":")[0])

@@ -16,7 +16,7 @@ from typing import Final
 from flower_gpu import frameworks
 from flower_gpu.apps.app import ConfigValue, parse_pairs
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.calls.settings import call_settings, checked_environment
+from flower_gpu.calls.settings import checked_environment, command_settings
 from flower_gpu.cli import confine
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flower_gpu.programs import commands, superlink
 
     env = environment(arguments, os.environ)
-    _check_required([_checked_node_config(arguments, env)], env)
+    _check_required([_node_config(arguments)], env)
     _check_port(arguments.flower)
     address = superlink.address_of(arguments.flower)
     _tell(arguments, [*_limits(arguments, env), f"connecting to the SuperLink at {printable(address)}"])
@@ -79,7 +79,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         )
     calls = given_calls(arguments)
     env = environment(arguments, os.environ, count)
-    pairs = _checked_node_config(arguments, env)
+    pairs = _node_config(arguments)
     check_node_config(calls, pairs)
     _check_required([{**pairs, **node_config_of(calls, number)} for number in range(count)], env)
     logs = RunFolder.create(arguments.log_dir or LOG_DIR.default_value)
@@ -134,18 +134,16 @@ def _key_files(arguments: argparse.Namespace) -> list[str]:
     return [path for option in _KEYS for path in without_option(arguments.flower, option)[1]]
 
 
-def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
-    """Return the given --node-config. Raises ConfigError if calls cannot use it."""
-    _, given = without_option(arguments.flower, _NODE_CONFIG)
-    pairs = parse_pairs(_NODE_CONFIG, given)
-    call_settings({}, base=env, node_config=pairs)
-    return pairs
+def _node_config(arguments: argparse.Namespace) -> dict[str, ConfigValue]:
+    """Return the given --node-config."""
+    return parse_pairs(_NODE_CONFIG, without_option(arguments.flower, _NODE_CONFIG)[1])
 
 
 def _check_required(configs: Sequence[Mapping[str, ConfigValue]], env: Mapping[str, str]) -> None:
+    """Check the configs of nodes. Raises ConfigError if calls cannot use one of them on this host."""
     from flower_gpu.launch import gpu_check
 
-    gpu_check.check_required([call_settings({}, base=env, node_config=config).gpu for config in configs], env)
+    gpu_check.check_required([command_settings({}, env, config).gpu for config in configs], env)
 
 
 def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: int = 1) -> dict[str, str]:

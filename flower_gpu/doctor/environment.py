@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import flower_gpu
-from flower_gpu.calls.settings import call_settings
+from flower_gpu.calls.settings import command_settings
 from flower_gpu.doctor import FindingParts
 from flower_gpu.flower import distribution, private_names
 from flower_gpu.leases.lease import VARIABLE as LEASE
@@ -158,7 +158,7 @@ def _read(environ: Mapping[str, str]) -> None:
         if name in VARIABLES:
             VARIABLES[name].resolve(None, environ)
     # Some values are invalid only on this host, such as more cores than it has.
-    call_settings({}, base=environ)
+    command_settings({}, environ)
 
 
 def _refused(read: Callable[[Mapping[str, str]], None], environ: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from flower_gpu.calls.settings import call_settings
+from flower_gpu.calls.settings import command_settings
 from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import driver_cap, policy
@@ -60,7 +60,7 @@ def gpus(host_gpus: Inventory) -> Iterator[FindingParts]:
 def calls(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check the GPUs of a call with this shell's variables: policy, request and ``CUDA_VISIBLE_DEVICES``."""
     try:
-        settings = call_settings({}).gpu
+        settings = command_settings({}, os.environ).gpu
     except ConfigError:
         # The check of the variables reports this problem.
         return

@@ -93,8 +93,7 @@ class GPUClient(NumPyClient):
         self._evaluate_fn = evaluate_fn
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
-        self._options = dict(options)
-        self._settings = call_settings(options, name=f"pid-{os.getpid()}")
+        self._settings = call_settings(dict(options)).for_client(f"pid-{os.getpid()}")
         self._wants_process = any(options.get(name) is not None for name in _OF_A_PROCESS)
         self._weights: Weights | None = None
 
@@ -208,8 +207,7 @@ class GPUClient(NumPyClient):
         named = self._named(user_task)
         settings = self._settings
         if num_gpus := getattr(user_task, "num_gpus", None):  # set by `distributed`
-            options = {**self._options, "num_gpus": num_gpus, "gpu_memory": None}
-            settings = call_settings(options, name=f"pid-{os.getpid()}")
+            settings = settings.derived({"num_gpus": num_gpus}).for_client(f"pid-{os.getpid()}")
         return run_call(
             task,
             args,

@@ -37,14 +37,14 @@ class GPUMod:
                 "resources must be a function of the Context or a table by partition-id, not a "
                 f"{type(resources).__name__}"
             )
-        self._options = dict(options)
         self._resources = resources
         if isinstance(resources, Mapping):
             self._resources = {str(partition): _checked(entry) for partition, entry in resources.items()}
-        # Checked here, so that the traceback of an error points to the line with the wrong option.
-        call_settings(self._options)
+        # Resolved here, so that the traceback of an error points to the line with the wrong option.
+        self._options = dict(options)
+        self._settings = call_settings(self._options)
         for entry in self._resources.values() if isinstance(self._resources, Mapping) else ():
-            call_settings(joined(self._options, entry))
+            self._settings.derived(entry)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Run the next mod or the function in a worker; called by Flower.
@@ -62,13 +62,13 @@ class GPUMod:
             (_Rest(call_next, _lifespan()),),
             message,
             context,
-            lambda: self._settings(context, call_next),
+            lambda: self._settings_of(context, call_next),
             name=_name(call_next),
         )
 
-    def _settings(self, context: Context, call_next: ClientAppCallable) -> CallSettings:
-        options = {**self.options_of(context, call_next), "context": context}
-        return call_settings(options, name=message_call.client_of(context))
+    def _settings_of(self, context: Context, call_next: ClientAppCallable) -> CallSettings:
+        settings = self._settings.derived({**self.options_of(context, call_next), "context": context})
+        return settings.for_client(message_call.client_of(context))
 
     def options_of(self, context: Context, call_next: ClientAppCallable) -> dict[str, Any]:
         """Return the options of a client's calls of a function.

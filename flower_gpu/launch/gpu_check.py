@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from flower_gpu import options
 from flower_gpu.calls import leasing, notices
-from flower_gpu.calls.settings import GPUSettings, call_settings
+from flower_gpu.calls.settings import GPUSettings, command_settings
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive
@@ -20,7 +20,7 @@ from flower_gpu.leases.admission import Card, Claim, GPUNeed
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.lease import LeaseRequest
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.options import CALL, CallOptions, flag
+from flower_gpu.options import CALL, CallOptions
 from flower_gpu.printable import format_bytes
 
 
@@ -58,8 +58,7 @@ def callers_of(
     groups: dict[tuple[policy.DevicePolicy, LeaseRequest], Callers] = {}
     for name, config in node_configs.items():
         env = options.node_environment(environ, config)
-        settings = call_settings(calls, base=env, node_config=config, run_config=run_config, named=flag)
-        gpu = settings.gpu
+        gpu = command_settings(calls, env, config, run_config).gpu
         groups.setdefault((gpu.policy, gpu.request), Callers(gpu)).names.append(name)
     for group in groups.values():
         group.are_all = len(groups) == 1

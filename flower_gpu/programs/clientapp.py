@@ -31,6 +31,7 @@ from flower_gpu.errors import ClientCallError, ConfigError, encodable, text_of
 from flower_gpu.flower import distribution, message_call
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
 from flower_gpu.flower.records import round_of
+from flower_gpu.options import CALL
 from flower_gpu.programs import environments
 from flower_gpu.programs.confine import Allowed, for_message
 from flower_gpu.programs.objects import ask_for_many
@@ -215,8 +216,10 @@ class LeasedClientApp:
                 (self._loader_arguments, self._app),
                 message,
                 context,
-                lambda: call_settings({"context": context}, name=message_call.client_of(context)).with_worker(
-                    confinement=confinement
+                lambda: (
+                    call_settings({"context": context})
+                    .for_client(message_call.client_of(context))
+                    .with_worker(confinement=confinement)
                 ),
                 name=self._app[0],
             )
@@ -235,7 +238,7 @@ def _learn_imports(app: tuple[str, ...]) -> None:
     with suppress(Exception):
         folder = Path(get_project_dir(*app))
         reference = get_project_config(folder)["tool"]["flwr"]["app"]["components"]["clientapp"]
-        is_limited = call_settings({}).worker.timeout_s is not None
+        is_limited = CALL["timeout_s"].resolve(None, os.environ) is not None
         patience_s = client.LEARN_FOR_LIMITED_S if is_limited else client.LEARN_S
         names = libraries_of(folder, reference.partition(":")[0])
         # The fork server of an app's own environment has not imported this module yet.

@@ -113,8 +113,8 @@ class RunPlan:
         work = Work(
             name,
             client,
-            call_settings(
-                {**calls, "context": None, "env": {**env, **server_env}}, run_config=run_config, named=flag
+            settings.derived(
+                {"context": None, "env": {**env, **server_env}}, run_config=run_config, named=flag
             ),
             nodes_with(clients),
             values["max_workers"],
