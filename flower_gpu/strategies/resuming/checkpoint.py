@@ -24,7 +24,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -57,15 +57,13 @@ _WITH_OPTION: Final = MappingProxyType(
     {"num_supernodes": "num_supernodes (--clients)", "seed": "seed (--seed)"}
 )
 
-_Entry = tuple[int, int, int, int]  # number of the file, offset, size and checksum of a state or model
-
 
 class _WrittenModel:
     """A model in a file. The record is kept here, so that no other object can have its id."""
 
-    def __init__(self, record: ArrayRecord, entry: _Entry) -> None:
+    def __init__(self, record: ArrayRecord, place: FilePlace) -> None:
         self.record = record
-        self.entry = entry
+        self.place = place
         self._arrays = list(record.items())
 
     def is_same(self) -> bool:
@@ -92,7 +90,7 @@ class Checkpoints:
         self._states = states
         self._identity: dict[str, Any] = json.loads(json.dumps(dict(identity or {})))
         self._serial = 0  # number of the newest files; never reused
-        self._entries: dict[int, _Entry] = {}  # states in the index, by partition
+        self._places: dict[int, FilePlace] = {}  # states in the index, by partition
         self._models: dict[int, _WrittenModel] = {}  # models in the index, by the id() of the record
         self._metrics = MetricsLog()
         self._used: set[Path] = set()  # files to which the index refers
@@ -116,7 +114,7 @@ class Checkpoints:
         try:
             with self._states.hold_changes() as changed:
                 size += sum(self._states.size_bytes(partition) for partition in changed)
-                size += _ENTRY_BYTES * (len(self._entries) + len(changed))
+                size += _ENTRY_BYTES * (len(self._places) + len(changed))
                 try:
                     self._write(state, kept, models, parts, changed)
                 finally:
@@ -142,14 +140,12 @@ class Checkpoints:
         """
         self._serial += 1
         self._folder.mkdir(parents=True, exist_ok=True)
-        entries, written_states = self._write_states(changed)
-        written_parts = _write_file(self._model_file(self._serial), parts)
-        *new_entries, rest_entry = [(self._serial, *_numbers(place)) for place in written_parts]
-        new = [_WrittenModel(model, entry) for model, entry in zip(models, new_entries, strict=True)]
+        places, written_states = self._write_states(changed)
+        *new_places, rest = _write_file(self._file(self._serial, "model"), parts)
+        new = [_WrittenModel(model, place) for model, place in zip(models, new_places, strict=True)]
         known = self._models | {id(model.record): model for model in new}
         in_use = {id(record): known[id(record)] for record in (state.arrays, *kept.values())}
-        metrics_place = self._metrics.append(state, self._metrics_file(self._serial))
-        metrics_entry = (int(metrics_place.path.stem), *_numbers(metrics_place))
+        metrics = self._metrics.append(state, self._file(self._serial, "metrics"))
         content = {
             "identity": self._identity,
             "serial": self._serial,
@@ -157,15 +153,14 @@ class Checkpoints:
             "random_state": state.random_state,
             "strategy": state.strategy,
             "first_model": state.first_model,
-            "model": new_entries[0],
-            "kept": [(name, known[id(record)].entry) for name, record in kept.items()],
-            "strategy_state": rest_entry,
-            "metrics": metrics_entry,
-            "states": list(entries.items()),
+            "model": _entry(new_places[0]),
+            "kept": [(name, _entry(known[id(record)].place)) for name, record in kept.items()],
+            "strategy_state": _entry(rest),
+            "metrics": _entry(metrics),
+            "states": [(number, _entry(place)) for number, place in places.items()],
         }
         text = json.dumps(content).encode()
-        in_files = {rest_entry[0], *(model.entry[0] for model in in_use.values())}
-        used = self._files_of(in_files, metrics_entry[0], entries)
+        used = _files_of(rest, metrics, in_use, places)
         with files.replaced(self._index, has_one_writer=True) as index:
             head = f"flower-gpu checkpoint, format {FORMAT_VERSION}, checksum {zlib.crc32(text)}\n"
             index.write_bytes(head.encode() + text)
@@ -173,55 +168,42 @@ class Checkpoints:
             _sync(self._folder)  # the names of the new files
             # If the replacement fails, either index may be in place, so the files of both are kept.
             self._used |= used
-        self._used, self._entries = used, entries
-        self._models = in_use
+        self._used, self._places, self._models = used, places, in_use
         self._metrics.saved()
         self._states.saved(written_states)
         _sync(self._folder)
 
-    def _write_states(self, changed: Set[int]) -> tuple[dict[int, _Entry], dict[int, FilePlace]]:
-        """Write changed states; return the entries of all states, and the places of the written states."""
-        entries = {number: entry for number, entry in self._entries.items() if number not in changed}
-        sizes_in_use = Counter[int]()
-        for serial, _, size, _ in entries.values():
-            sizes_in_use[serial] += size
-        sparse = {
-            serial
-            for serial, size in sizes_in_use.items()
-            if 2 * size < self._states_file(serial).stat().st_size
-        }
+    def _write_states(self, changed: Set[int]) -> tuple[dict[int, FilePlace], dict[int, FilePlace]]:
+        """Write changed states; return the places of all states, and those of the written states."""
+        places = {number: place for number, place in self._places.items() if number not in changed}
+        sizes_in_use = Counter[Path]()
+        for place in places.values():
+            sizes_in_use[place.path] += place.size_bytes
+        sparse = {path for path, size in sizes_in_use.items() if 2 * size < path.stat().st_size}
         moving = [number for number in changed if self._states.size_bytes(number)]
-        moving += [number for number, entry in entries.items() if entry[0] in sparse]
+        moving += [number for number, place in places.items() if place.path in sparse]
         written = {}
         if moving:
             contents = ([self._states.read(number)] for number in moving)
-            places = _write_file(self._states_file(self._serial), contents)
-            written = dict(zip(moving, places, strict=True))
-        entries |= {number: (self._serial, *_numbers(place)) for number, place in written.items()}
-        return entries, written
+            new_places = _write_file(self._file(self._serial, "states"), contents)
+            written = dict(zip(moving, new_places, strict=True))
+        return places | written, written
 
     def _has(self, record: ArrayRecord) -> bool:
         """Return True if the index refers to these arrays already."""
         model = self._models.get(id(record))
         return model is not None and model.is_same()
 
-    def _states_file(self, serial: int) -> Path:
-        return self._folder / f"{int(serial)}.states"
+    def _file(self, serial: int, kind: str) -> Path:
+        return self._folder / f"{serial}.{kind}"
 
-    def _model_file(self, serial: int) -> Path:
-        return self._folder / f"{int(serial)}.model"
+    def _place(self, kind: str, entry: Sequence[Any]) -> FilePlace:
+        """Return the place of an entry of the index; raises ValueError or TypeError if it is no entry.
 
-    def _metrics_file(self, serial: int) -> Path:
-        return self._folder / f"{int(serial)}.metrics"
-
-    def _files_of(self, models: Set[int], metrics: int, entries: Mapping[int, _Entry]) -> set[Path]:
-        """Return the files of an index, by the numbers of the files with models, metrics and states."""
-        states = {entry[0] for entry in entries.values()}
-        return {
-            *map(self._model_file, models),
-            self._metrics_file(metrics),
-            *map(self._states_file, states),
-        }
+        ``kind``: kind of the file.
+        """
+        serial, offset, size, checksum = map(int, entry)
+        return FilePlace(self._file(serial, kind), offset, size, checksum)
 
     def _delete_unused(self) -> None:
         """Delete the files that are not part of the checkpoint."""
@@ -248,38 +230,37 @@ class Checkpoints:
     def _read(self, content: Mapping[str, Any]) -> RoundState:
         """Read the round that the content of an index refers to."""
         serial = int(content["serial"])
-        entries: dict[int, _Entry] = {int(number): _entry(entry) for number, entry in content["states"]}
-        places = {number: _place(self._states_file, entry) for number, entry in entries.items()}
+        places = {int(number): self._place("states", entry) for number, entry in content["states"]}
         # Read all states now, so that damage is found here and not by a client in the middle of a round.
         for place in places.values():
             _data(place)
-        metrics_entry = _entry(content["metrics"])
-        metrics_place = _place(self._metrics_file, metrics_entry)
+        metrics_place = self._place("metrics", content["metrics"])
         metrics = self._metrics.restore(metrics_place, _data(metrics_place))
-        kept = {name: self._read_model(_entry(entry)) for name, entry in content["kept"]}
-        model = self._read_model(_entry(content["model"]))
-        rest = record_bytes.decode(_data(_place(self._model_file, _entry(content["strategy_state"]))))
+        kept = {name: self._read_model(entry) for name, entry in content["kept"]}
+        model = self._read_model(content["model"])
+        rest = self._place("model", content["strategy_state"])
+        kept_records = {name: written.record for name, written in kept.items()}
         state = RoundState(
             server_round=int(content["server_round"]),
             arrays=model.record,
             random_state=content["random_state"],
             strategy=content["strategy"],
             first_model=content.get("first_model", ""),
-            strategy_state=RecordDict({**rest, **{name: written.record for name, written in kept.items()}}),
+            strategy_state=RecordDict({**record_bytes.decode(_data(rest)), **kept_records}),
             **metrics,
         )
-        self._serial, self._entries = serial, entries
+        self._serial, self._places = serial, places
         self._models = {id(written.record): written for written in (model, *kept.values())}
-        in_files = {written.entry[0] for written in self._models.values()}
-        self._used = self._files_of(in_files, metrics_entry[0], entries)
+        self._used = _files_of(rest, metrics_place, self._models, places)
         self._states.saved(places)
         return state
 
-    def _read_model(self, entry: _Entry) -> _WrittenModel:
-        record = records_of(record_bytes.decode(_data(_place(self._model_file, entry))), ArrayRecord)[_ARRAYS]
+    def _read_model(self, entry: Sequence[Any]) -> _WrittenModel:
+        place = self._place("model", entry)
+        record = records_of(record_bytes.decode(_data(place)), ArrayRecord)[_ARRAYS]
         # Converted to Flower's own arrays. Only those are recognized as shared, and so written only once for
         # all workers of a round.
-        return _WrittenModel(ArrayRecord(dict(record)), entry)
+        return _WrittenModel(ArrayRecord(dict(record)), place)
 
     def _content(self) -> dict[str, Any]:
         """Return the content of the index; raises ConfigError if it is of another run or version."""
@@ -353,15 +334,20 @@ def _parted(state: Mapping[str, Any]) -> tuple[dict[str, ArrayRecord], dict[str,
     return kept, {name: record for name, record in state.items() if name not in kept}
 
 
-def _entry(numbers: Sequence[Any]) -> _Entry:
-    """Return an entry of an index; raises ValueError or TypeError if the numbers do not form an entry."""
-    serial, offset, size, checksum = map(int, numbers)
-    return serial, offset, size, checksum
+def _entry(place: FilePlace) -> tuple[int, int, int, int]:
+    """Return a place in the format of the index: number of the file, offset, size and checksum."""
+    return int(place.path.stem), place.offset_bytes, place.size_bytes, place.checksum
 
 
-def _place(file_of: Callable[[int], Path], entry: _Entry) -> FilePlace:
-    serial, *numbers = entry
-    return FilePlace(file_of(serial), *numbers)
+def _files_of(
+    rest: FilePlace,
+    metrics: FilePlace,
+    models: Mapping[int, _WrittenModel],
+    states: Mapping[int, FilePlace],
+) -> set[Path]:
+    """Return the files of an index, by the places to which it refers."""
+    places = (rest, metrics, *(model.place for model in models.values()), *states.values())
+    return {place.path for place in places}
 
 
 def _data(place: FilePlace) -> bytes:
@@ -370,10 +356,6 @@ def _data(place: FilePlace) -> bytes:
         return place.read()
     except (OSError, ValueError, OverflowError) as error:
         raise _damaged(place.path, str(error)) from error
-
-
-def _numbers(place: FilePlace) -> tuple[int, int, int]:
-    return place.offset_bytes, place.size_bytes, place.checksum
 
 
 def _shown(fields: Mapping[str, Any], name: str) -> str:
