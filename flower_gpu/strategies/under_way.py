@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from logging import INFO
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
@@ -40,9 +40,6 @@ from flower_gpu.strategies.averaging import weight_of
 from flower_gpu.strategies.rounds import ResumableGrid, RoundState
 from flower_gpu.strategies.streaming import Buffered
 from flower_gpu.trace import NO_REPLY
-
-if TYPE_CHECKING:
-    from flower_gpu.strategies.fedbuff import FedBuff
 
 _WAIT_S: Final = 0.25  # longest wait until the grid is polled for replies again
 _FILL_S: Final = 0.1  # interval between checks for free slots while the server evaluates
@@ -71,6 +68,25 @@ class SentModel:
     ends_at: float = math.inf
 
 
+class BufferingStrategy(Protocol):
+    """The part of :class:`.FedBuff` that decides about messages in flight."""
+
+    buffer_size: int
+    concurrency: int
+    min_available_nodes: int
+    weighted_by_key: str
+    exact_order: bool
+
+    @property
+    def checkpoint_kind(self) -> str:
+        """Name of the strategies that can resume from a checkpoint of this strategy."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+    ) -> Iterable[Message]:
+        """Return a message for each free slot."""
+
+
 class UnderWay:
     """The messages of a run: the grid of its rounds, and the state of the strategy in checkpoints.
 
@@ -80,7 +96,7 @@ class UnderWay:
 
     def __init__(
         self,
-        strategy: FedBuff,
+        strategy: BufferingStrategy,
         grid: Any,
         arrays: ArrayRecord,
         num_rounds: int,
@@ -287,7 +303,7 @@ class UnderWay:
     def _fill(self) -> None:
         if self._round <= self._num_rounds:
             # Called by the class, because a call by the object would be recorded as the start of a round.
-            configure: Any = type(self._strategy).configure_train
+            configure = type(self._strategy).configure_train
             self._send(configure(self._strategy, self._round, self.arrays, self._config, self))
 
     def _send(self, messages: Iterable[Message]) -> None:
