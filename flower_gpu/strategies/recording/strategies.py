@@ -2,9 +2,10 @@
 
 An app creates its strategy itself and calls ``start`` on it, or passes it to Flower's ``Server``. It need not
 know of the recorder. So during a run, the base classes of Flower's strategies and its ``Server`` get a
-``__getattribute__`` that returns the methods below in a wrapper. This covers every subclass, even a class
-that overrides all methods and never calls ``super()``, and objects that were created before. Calls by
-``super()`` bypass ``__getattribute__``, so they are not wrapped and a step is recorded only once.
+``__getattribute__`` that returns wrappers, which call the hooks below in place of the methods. This covers
+every subclass, even a class that overrides all methods and never calls ``super()``, and objects that were
+created before. Calls by ``super()`` bypass ``__getattribute__``, so they are not wrapped and a step is
+recorded only once.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from flower_gpu.strategies.strategy_state import RESUMABLE, StrategyState, kind_
 from flower_gpu.strategies.streaming import ComingReplies, configured, streamed_strategies
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
 
-#: Returns the wrapper of an object's method.
-_Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+#: Called in place of a method, with the object, the method, and the arguments of the call.
+_Hook = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
@@ -63,11 +64,11 @@ def recorded_rounds(
     with ExitStack() as stack:
         if streams:
             stack.enter_context(streamed_strategies())
-        stack.enter_context(_wrapped(Strategy, hooks.of_strategies))
-        stack.enter_context(_wrapped(legacy.Strategy, hooks.of_legacy_strategies))
-        stack.enter_context(_wrapped(Server, {"fit": hooks.fit}))
-        stack.enter_context(_replaced(DefaultWorkflow, "__call__", hooks.workflow(DefaultWorkflow.__call__)))
-        stack.enter_context(_replaced(GPUEvaluate, "__call__", hooks.gpu_evaluate(GPUEvaluate.__call__)))
+        stack.enter_context(_hooked_methods(Strategy, hooks.of_strategies))
+        stack.enter_context(_hooked_methods(legacy.Strategy, hooks.of_legacy_strategies))
+        stack.enter_context(_hooked_methods(Server, {"fit": hooks.fit}))
+        stack.enter_context(_hooked_call(DefaultWorkflow, hooks.workflow))
+        stack.enter_context(_hooked_call(GPUEvaluate, hooks.evaluate))
         stack.enter_context(_replaced(GPUEvaluate, "is_shown", False))  # the run's display shows its rounds
         try:
             yield recorder
@@ -78,16 +79,42 @@ def recorded_rounds(
 
 
 @contextmanager
-def _wrapped(cls: type, wraps: Mapping[str, _Wrap]) -> Iterator[None]:
+def _hooked_methods(cls: type, hooks: Mapping[str, _Hook]) -> Iterator[None]:
+    """Let hooks be called in place of methods of a class and of all derived classes."""
     get: Any = cls.__getattribute__
 
-    def get_wrapped(self: Any, name: str) -> Any:
+    def get_hooked(self: Any, name: str) -> Any:
         value = get(self, name)
-        wrap = wraps.get(name)
-        return value if wrap is None else wrap(self, value)
+        hook = hooks.get(name)
+        return value if hook is None else _hooked(hook, self, value)
 
-    with _replaced(cls, "__getattribute__", get_wrapped):
+    with _replaced(cls, "__getattribute__", get_hooked):
         yield
+
+
+@contextmanager
+def _hooked_call(cls: type, hook: _Hook) -> Iterator[None]:
+    """Let a hook be called in place of ``__call__``, which Python looks up without ``__getattribute__``."""
+    method: Any = cls.__call__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(self, functools.partial(method, self), args, kwargs)
+
+    with _replaced(cls, "__call__", call):
+        yield
+
+
+def _hooked(hook: _Hook, owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(owner, method, args, kwargs)
+
+    functools.update_wrapper(call, method, updated=())
+    # By these attributes, strategies find out if a derived class overrides a method.
+    for name in ("__func__", "__self__"):
+        if hasattr(method, name):
+            setattr(call, name, getattr(method, name))
+    return call
 
 
 @contextmanager
@@ -104,102 +131,87 @@ def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
 
 
 class _Hooks:
-    """The wrappers. If a call contains another, as in a strategy around a strategy, only the outer counts."""
+    """The hooks. If a call contains another, as in a strategy around a strategy, only the outer counts."""
 
     def __init__(self, recorder: Recorder, streams: bool) -> None:
         self._recorder = recorder
         self._streams = streams
         self._inside = threading.local()
         self._starts = 0
-        self.of_strategies: Mapping[str, _Wrap] = {
+        self.of_strategies: Mapping[str, _Hook] = {
             "start": self._start,
-            "configure_train": self._configure(TRAIN),
-            "configure_evaluate": self._configure(EVALUATE),
-            "aggregate_train": self._aggregate(TRAIN, self._trained),
-            "aggregate_evaluate": self._aggregate(EVALUATE, dict),
+            "configure_train": functools.partial(self._configure, TRAIN),
+            "configure_evaluate": functools.partial(self._configure, EVALUATE),
+            "aggregate_train": functools.partial(self._aggregate, TRAIN, self._trained),
+            "aggregate_evaluate": functools.partial(self._aggregate, EVALUATE, dict),
         }
-        self.of_legacy_strategies: Mapping[str, _Wrap] = {
-            "configure_fit": self._configure(TRAIN, is_legacy=True),
-            "configure_evaluate": self._configure(EVALUATE, is_legacy=True),
-            "aggregate_fit": self._aggregate(TRAIN, self._trained),
-            "aggregate_evaluate": self._aggregate(EVALUATE, _with_loss),
-            "evaluate": self._evaluate,
+        self.of_legacy_strategies: Mapping[str, _Hook] = {
+            "configure_fit": functools.partial(self._configure, TRAIN),
+            "configure_evaluate": functools.partial(self._configure, EVALUATE),
+            "aggregate_fit": functools.partial(self._aggregate, TRAIN, self._trained),
+            "aggregate_evaluate": functools.partial(self._aggregate, EVALUATE, _with_loss),
+            "evaluate": self.evaluate,
         }
 
-    def fit(self, server: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_wrapping(method)
-        def fit(*args: Any, **kwargs: Any) -> Any:
-            with self._outermost("start") as is_first:
-                if is_first:
-                    num_rounds = _named(method, args, kwargs).get("num_rounds")
-                    _say_no_checkpoint(server.strategy)
-                    self._recorder.run_started(type(server.strategy).__name__, num_rounds)
-                    # Flower's server uses a thread for each message in flight.
-                    if server.max_workers is None:
-                        server.set_max_workers(self._recorder.concurrency)
-                result = method(*args, **kwargs)
-                if server.parameters.tensors:
-                    self._recorder.model = server.parameters
-                if is_first:
-                    self._recorder.run_ended()
-                return result
+    def fit(self, server: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        num_rounds = _named(method, args, kwargs).get("num_rounds")
+        with self._legacy_run(server.strategy, num_rounds) as is_first:
+            # Flower's server uses a thread for each message in flight.
+            if is_first and server.max_workers is None:
+                server.set_max_workers(self._recorder.concurrency)
+            result = method(*args, **kwargs)
+            if server.parameters.tensors:
+                self._recorder.model = server.parameters
+        return result
 
-        return fit
+    def workflow(self, _: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        context: Any = _named(method, args, kwargs).get("context")
+        if not hasattr(context, "strategy"):  # the workflow is going to say what is wrong
+            return method(*args, **kwargs)
+        with self._legacy_run(context.strategy, context.config.num_rounds):
+            result = method(*args, **kwargs)
+            model = records_of(context.state, ArrayRecord).get(MAIN_PARAMS_RECORD)
+            self._recorder.model = self._recorder.model if model is None else model
+        return result
 
-    def workflow(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_wrapping(method)
-        def call(workflow: Any, grid: Any, context: Any) -> Any:
-            with self._outermost("start") as is_first:
-                if is_first and hasattr(context, "strategy"):
-                    _say_no_checkpoint(context.strategy)
-                    self._recorder.run_started(type(context.strategy).__name__, context.config.num_rounds)
-                result = method(workflow, grid, context)
-                model = records_of(context.state, ArrayRecord).get(MAIN_PARAMS_RECORD)
-                self._recorder.model = self._recorder.model if model is None else model
-                if is_first:
-                    self._recorder.run_ended()
-                return result
+    @contextmanager
+    def _legacy_run(self, strategy: Any, num_rounds: int | None) -> Iterator[bool]:
+        """Record a run of a strategy of Flower's older API. Yields True unless another run contains it."""
+        with self._outermost("start") as is_first:
+            if is_first:
+                _say_no_checkpoint(strategy)
+                self._recorder.run_started(type(strategy).__name__, num_rounds)
+            yield is_first
+            if is_first:
+                self._recorder.run_ended()
 
-        return call
-
-    def gpu_evaluate(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_wrapping(method)
-        def call(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._evaluate(evaluate, functools.partial(method, evaluate))(*args, **kwargs)
-
-        return call
-
-    def _start(self, strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_wrapping(method)
-        def start(*args: Any, **kwargs: Any) -> Any:
-            with self._outermost("start") as is_first:
-                if not is_first:
-                    return method(*args, **kwargs)
-                named = _named(method, args, kwargs)
-                state = self._state_of(strategy, named)
-                kind = getattr(strategy, "checkpoint_kind", getattr(state or method, "kind", None))
-                if kind is None and self._starts == 1 and kind_of(strategy) is None:
-                    _say_no_checkpoint(strategy)
-                self._recorder.run_started(type(strategy).__name__, named.get("num_rounds"), kind)
-                self._recorder.model = named.get("initial_arrays")
-                evaluate = named.get("evaluate_fn")
-                # Our strategies run the function in a worker, so a wrapper would have to be pickled. They use
-                # GPUEvaluate, which is wrapped already.
-                if callable(evaluate) and not isinstance(strategy, FedAvg):
-                    wrapped = self._evaluate(strategy, evaluate)
-                    if any(value is evaluate for value in args):
-                        args = tuple(wrapped if value is evaluate else value for value in args)
-                    else:
-                        kwargs = {**kwargs, "evaluate_fn": wrapped}
-                result = (
-                    method(*args, **kwargs)
-                    if state is None
-                    else rounds.run(strategy, **_named(method, args, kwargs), strategy_state=state)
-                )
-                self._ended(result)
-                return result
-
-        return start
+    def _start(self, strategy: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._outermost("start") as is_first:
+            if not is_first:
+                return method(*args, **kwargs)
+            named = _named(method, args, kwargs)
+            state = self._state_of(strategy, named)
+            kind = getattr(strategy, "checkpoint_kind", getattr(state or method, "kind", None))
+            if kind is None and self._starts == 1 and kind_of(strategy) is None:
+                _say_no_checkpoint(strategy)
+            self._recorder.run_started(type(strategy).__name__, named.get("num_rounds"), kind)
+            self._recorder.model = named.get("initial_arrays")
+            evaluate = named.get("evaluate_fn")
+            # Our strategies run the function in a worker, so a wrapper would have to be pickled. They use
+            # GPUEvaluate, which is wrapped already.
+            if callable(evaluate) and not isinstance(strategy, FedAvg):
+                hooked = _hooked(self.evaluate, strategy, evaluate)
+                if any(value is evaluate for value in args):
+                    args = tuple(hooked if value is evaluate else value for value in args)
+                else:
+                    kwargs = {**kwargs, "evaluate_fn": hooked}
+            result = (
+                method(*args, **kwargs)
+                if state is None
+                else rounds.run(strategy, **_named(method, args, kwargs), strategy_state=state)
+            )
+            self._ended(result)
+            return result
 
     def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
         """Return the state of an app's first strategy if it can resume an earlier run, otherwise None."""
@@ -214,7 +226,7 @@ class _Hooks:
     def _ended(self, result: Any) -> None:
         if getattr(result, "arrays", None):
             self._recorder.model = result.arrays
-        # A strategy with its own start() may get metrics without the methods that are wrapped here.
+        # A strategy with its own start() may get metrics without the methods that are hooked here.
         for kind, name in (
             (TRAIN, "train_metrics_clientapp"),
             (EVALUATE, "evaluate_metrics_clientapp"),
@@ -224,26 +236,19 @@ class _Hooks:
                 self._recorder.evaluated(server_round, clean(metrics), kind=kind)
         self._recorder.run_ended()
 
-    def _configure(self, kind: str, *, is_legacy: bool = False) -> _Wrap:
-        def wrap(strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-            @_wrapping(method)
-            def configure(*args: Any, **kwargs: Any) -> Any:
-                with self._outermost(f"configure {kind}") as is_first:
-                    if not is_first:
-                        return method(*args, **kwargs)
-                    self._recorder.phase_opened(kind, _round(args, kwargs))
-                    messages = method(*args, **kwargs)
-                    if is_legacy:
-                        messages = self._longest_first(kind, messages)
-                    total = len(messages) if hasattr(messages, "__len__") else None
-                    updates = strategy.buffer_size if isinstance(strategy, FedBuff) else None
-                    self._recorder.phase_announced(kind, total, updates if kind == TRAIN else None)
-                    is_streamed = self._streams and kind == TRAIN
-                    return configured(strategy, messages) if is_streamed else messages
-
-            return configure
-
-        return wrap
+    def _configure(self, kind: str, strategy: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._outermost(f"configure {kind}") as is_first:
+            if not is_first:
+                return method(*args, **kwargs)
+            self._recorder.phase_opened(kind, _round(args, kwargs))
+            messages = method(*args, **kwargs)
+            if isinstance(strategy, legacy.Strategy):
+                messages = self._longest_first(kind, messages)
+            total = len(messages) if hasattr(messages, "__len__") else None
+            updates = strategy.buffer_size if isinstance(strategy, FedBuff) and kind == TRAIN else None
+            self._recorder.phase_announced(kind, total, updates)
+            is_streamed = self._streams and kind == TRAIN
+            return configured(strategy, messages) if is_streamed else messages
 
     def _longest_first(self, kind: str, asked: Any) -> Any:
         """Sort the clients of a legacy strategy: Flower's ``Server`` sends in this order, a few at a time."""
@@ -253,28 +258,29 @@ class _Hooks:
         seconds = iter(expected_s(kind, [getattr(client, "node_id", None) for client, _ in asked]))
         return sorted(asked, key=lambda _: -next(seconds))
 
-    def _aggregate(self, kind: str, metrics_in: Callable[[Any], Mapping[str, Any]]) -> _Wrap:
-        def wrap(_: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-            @_wrapping(method)
-            def aggregate(*args: Any, **kwargs: Any) -> Any:
-                with self._outermost(f"aggregate {kind}") as is_first:
-                    # Flower's legacy server counts an exception in its threads as the failure of a client, so
-                    # the error that ends the run is raised here.
-                    self._recorder.check()
-                    if is_first and self._streams:
-                        self._sort_results([*args, *kwargs.values()])
-                    result = method(*args, **kwargs)
-                    if is_first:
-                        for replies in (*args, *kwargs.values()):
-                            if isinstance(replies, ComingReplies):
-                                replies.all()  # if the strategy has not accessed them
-                        metrics = {} if result is None else clean(metrics_in(result))
-                        self._recorder.phase_closed(kind, _round(args, kwargs), metrics)
-                    return result
-
-            return aggregate
-
-        return wrap
+    def _aggregate(
+        self,
+        kind: str,
+        metrics_in: Callable[[Any], Mapping[str, Any]],
+        _: Any,
+        method: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        with self._outermost(f"aggregate {kind}") as is_first:
+            # Flower's legacy server counts an exception in its threads as the failure of a client, so the
+            # error that ends the run is raised here.
+            self._recorder.check()
+            if is_first and self._streams:
+                self._sort_results([*args, *kwargs.values()])
+            result = method(*args, **kwargs)
+            if is_first:
+                for replies in (*args, *kwargs.values()):
+                    if isinstance(replies, ComingReplies):
+                        replies.all()  # if the strategy has not accessed them
+                metrics = {} if result is None else clean(metrics_in(result))
+                self._recorder.phase_closed(kind, _round(args, kwargs), metrics)
+            return result
 
     def _sort_results(self, arguments: list[Any]) -> None:
         """Sort results by node, because Flower's legacy server collects them from a set."""
@@ -292,19 +298,15 @@ class _Hooks:
             self._recorder.model = model
         return metrics or {}
 
-    def _evaluate(self, _: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        @_wrapping(method)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self._outermost("evaluate on the server") as is_first:
-                began_s = time.monotonic()
-                result = method(*args, **kwargs)
-                if is_first and result is not None:
-                    seconds = round(time.monotonic() - began_s, 3)
-                    metrics = _with_loss(result) if isinstance(result, tuple) else result
-                    self._recorder.evaluated(_round(args, kwargs), clean(metrics), seconds)
-                return result
-
-        return evaluate
+    def evaluate(self, _: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._outermost("evaluate on the server") as is_first:
+            began_s = time.monotonic()
+            result = method(*args, **kwargs)
+            if is_first and result is not None:
+                seconds = round(time.monotonic() - began_s, 3)
+                metrics = _with_loss(result) if isinstance(result, tuple) else result
+                self._recorder.evaluated(_round(args, kwargs), clean(metrics), seconds)
+            return result
 
     @contextmanager
     def _outermost(self, name: str) -> Iterator[bool]:
@@ -341,18 +343,6 @@ def _named(
         return {}
     bound.apply_defaults()
     return {**bound.arguments, **bound.kwargs}
-
-
-def _wrapping(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        functools.update_wrapper(wrapper, method, updated=())
-        # By these attributes, strategies find out if a derived class overrides a method.
-        for name in ("__func__", "__self__"):
-            if hasattr(method, name):
-                setattr(wrapper, name, getattr(method, name))
-        return wrapper
-
-    return decorate
 
 
 def _round(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
