@@ -202,7 +202,7 @@ class _UpdateSum(ReplySum):
         self._examples += weight
         # An update of weight 0 is skipped, because 0 times an infinite value would be NaN.
         if factor:
-            self.mean.add_change(record, base_model, factor, source)
+            self.mean.add(record, factor, source, base_model)
 
     def finish(self) -> ArrayRecord:
         """Return the next version of the model, or the previous version if no update has examples."""

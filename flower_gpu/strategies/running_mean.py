@@ -46,47 +46,37 @@ class RunningMean:
         """Return True if a record has the same keys as the earlier records."""
         return self._count == 0 or record.keys() == self._sums.keys()
 
-    def add(self, record: Mapping[str, Array], weight: float, source: str) -> None:
+    def add(
+        self,
+        record: Mapping[str, Array],
+        weight: float,
+        source: str,
+        base: Mapping[str, Array] | None = None,
+    ) -> None:
         """Add a record that :meth:`fits`, with its weight. No reference to the record is kept.
 
         ``source``: name of the sender, for error messages.
-        Raises InvalidResultError if an array cannot be averaged with the earlier arrays.
+        ``base``: an earlier record with the same keys. If given, the weighted difference between both is
+        added. The difference is formed element by element, before it is weighted. An unchanged element adds
+        exactly 0, even if it is infinite or NaN, such as the -inf of an attention mask.
+        Raises InvalidResultError if an array cannot be added to the earlier arrays.
         """
         for key, value in record.items():
             array = view_of(value)
+            earlier = None if base is None else view_of(base[key])
             try:
-                if self._count == 0:
-                    self._sums[key] = _Sum(array, self._zeros, self._keeps_integers)
-                self._sums[key].add(array, weight, self._scratch)
-            except _CannotBeAddedError as error:
-                raise InvalidResultError(f"array {key!r} of {source} {error}") from None
-        self.total_weight += weight
-        self._count += 1
-
-    def add_change(
-        self, record: Mapping[str, Array], base: Mapping[str, Array], weight: float, source: str
-    ) -> None:
-        """Add the weighted difference between a record and an earlier record with the same keys.
-
-        The difference is formed element by element, before it is weighted. An unchanged element adds exactly
-        0, even if it is infinite or NaN, such as the -inf of an attention mask.
-
-        ``source``: name of the sender, for error messages.
-        Raises InvalidResultError if an array does not fit the earlier array.
-        """
-        for key, value in record.items():
-            array, earlier = view_of(value), view_of(base[key])
-            try:
-                if array.shape != earlier.shape:
+                if earlier is not None and array.shape != earlier.shape:
                     raise _CannotBeAddedError(
                         f"has shape {array.shape}, and {earlier.shape} in the model that was sent: do all "
                         "clients train the same model?"
                     )
                 if self._count == 0:
-                    self._sums[key] = _Sum(earlier, self._zeros, self._keeps_integers)
+                    first = array if earlier is None else earlier
+                    self._sums[key] = _Sum(first, self._zeros, self._keeps_integers)
                 self._sums[key].add(array, weight, self._scratch, earlier)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
+        self.total_weight += weight
         self._count += 1
 
     def added_to(self, model: ArrayRecord, divisor: float) -> ArrayRecord:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import wraps
-from typing import Any, overload
+from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
@@ -54,11 +54,7 @@ class ComingReplies(Sequence[Message]):
         self._sums = sums
         self._arrived: list[Message] = []
 
-    @overload
-    def __getitem__(self, index: int) -> Message: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Message]: ...
-    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+    def __getitem__(self, index: Any) -> Any:
         return self.all()[index]
 
     def __len__(self) -> int:
