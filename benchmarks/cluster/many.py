@@ -65,7 +65,7 @@ class _Clock(Host):
     def ask_for_sum(self, group: int) -> None:
         """Do nothing, because there are no sums."""
 
-    def forget(self, groups: Sequence[int]) -> None:
+    def forget(self, group: int) -> None:
         """Do nothing, because there are no sums."""
 
     def cancel(self, message_id: str) -> None:

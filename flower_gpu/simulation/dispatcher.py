@@ -117,7 +117,6 @@ class Seeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._lock = threading.Lock()
         # Number of messages of the newest round, by client, type and round
         self._sent: Counter[str] = Counter()
         self._round = 0
@@ -131,13 +130,12 @@ class Seeds:
         group = message.metadata.group_id
         if group.startswith(NUMBERED):
             return seed_of(f"{self._seed} {message.metadata.dst_node_id} {group}")
-        with self._lock:
-            if number is not None and number > self._round:
-                self._round = number
-                self._sent.clear()
-            place = f"{self._seed} {message.metadata.dst_node_id} {message.metadata.message_type} {number}"
-            seed = seed_of(f"{place} {self._sent[place]}")
-            self._sent[place] += 1
+        if number is not None and number > self._round:
+            self._round = number
+            self._sent.clear()
+        place = f"{self._seed} {message.metadata.dst_node_id} {message.metadata.message_type} {number}"
+        seed = seed_of(f"{place} {self._sent[place]}")
+        self._sent[place] += 1
         return seed
 
 

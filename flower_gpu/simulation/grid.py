@@ -478,7 +478,7 @@ class SimulationGrid(Grid):
         self._dispatcher.cancel(running)
         for partial_sum in pending.groups.values():
             if not partial_sum.host.is_gone:
-                partial_sum.host.forget([partial_sum.group.number])
+                partial_sum.host.forget(partial_sum.group.number)
 
 
 def _late_text(count: int, timeout: float | None) -> str:

@@ -303,8 +303,8 @@ class Host(ABC):
         """Request the sum of a group with the next outcomes. Later replies go into a new sum."""
 
     @abstractmethod
-    def forget(self, groups: Sequence[int]) -> None:
-        """Drop groups with sums that are no longer wanted."""
+    def forget(self, group: int) -> None:
+        """Drop a group with a sum that is no longer wanted."""
 
     @abstractmethod
     def cancel(self, message_id: str) -> None:

@@ -215,11 +215,10 @@ class QueueHost(Host):
             self._asked.append(group)
             self._has_finished.notify()
 
-    def forget(self, groups: Sequence[int]) -> None:
-        """Drop the sums of abandoned groups, and all their later replies."""
-        self._forgotten.update(groups)
-        for group in groups:
-            self._sums.pop(group, None)
+    def forget(self, group: int) -> None:
+        """Drop the sum of an abandoned group, and all its later replies."""
+        self._forgotten.add(group)
+        self._sums.pop(group, None)
 
     def cancel(self, message_id: str) -> None:
         """Cancel a message. If it has not arrived yet, it is cancelled on arrival."""

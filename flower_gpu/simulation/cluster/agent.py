@@ -153,21 +153,9 @@ class Agent:
     def _news(self) -> News:
         return News(self._trace.read_new(), self._lines.taken())
 
-    def ask_for_sum(self, group: int) -> None:
-        """Request the sum of a group with the next answers."""
-        self._host.ask_for_sum(group)
-
-    def forget(self, groups: Sequence[int]) -> None:
-        """Drop the sums of abandoned groups."""
-        self._host.forget(groups)
-
-    def cancel(self, message_id: str) -> None:
-        """Cancel a message. If it has not arrived yet, it is cancelled on arrival."""
-        self._host.cancel(message_id)
-
-    def facts(self) -> dict[str, Any]:
-        """Return this host's facts for the result."""
-        return self._host.facts()
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the local host that does not block: to cancel a message, or to ask for a sum."""
+        return getattr(self._host, method)(*args)
 
     def close(self) -> News:
         """End the workers, remove this agent's folder, and return the last news."""

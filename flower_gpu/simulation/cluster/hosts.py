@@ -191,15 +191,15 @@ class RemoteHost(Host):
 
     def ask_for_sum(self, group: int) -> None:
         """Request the sum of a group with the next answers."""
-        self.agent.ask_for_sum.remote(group)
+        self.agent.call.remote("ask_for_sum", group)
 
-    def forget(self, groups: Sequence[int]) -> None:
-        """Drop the sums of abandoned groups."""
-        self.agent.forget.remote(groups)
+    def forget(self, group: int) -> None:
+        """Drop the sum of an abandoned group."""
+        self.agent.call.remote("forget", group)
 
     def cancel(self, message_id: str) -> None:
         """Cancel a message."""
-        self.agent.cancel.remote(message_id)
+        self.agent.call.remote("cancel", message_id)
 
     def joined(self) -> None:
         """Write into the trace that this host has joined."""
@@ -281,7 +281,7 @@ class RayHosts:
     def facts(self) -> dict[str, Any]:
         """Return the facts about hosts for the result. A silent host counts with its earlier facts."""
         for host, facts in self._results_of(
-            [(host, host.agent.facts.remote()) for host in self.present_hosts]
+            [(host, host.agent.call.remote("facts")) for host in self.present_hosts]
         ):
             self._facts[id(host)] = facts
         all_facts = list(self._facts.values())
@@ -289,26 +289,25 @@ class RayHosts:
         for host in self._all:
             by_node.setdefault(host.node, []).append(host)
         return {
-            "workers_started": sum(facts.get("workers_started", 0) for facts in all_facts),
-            "peak_worker_bytes": max((facts.get("peak_worker_bytes", 0) for facts in all_facts), default=0),
+            "workers_started": sum(facts["workers_started"] for facts in all_facts),
+            "peak_worker_bytes": max((facts["peak_worker_bytes"] for facts in all_facts), default=0),
             "batches": {
-                name: sum(facts.get("batches", {}).get(name, 0) for facts in all_facts)
-                for name in ("count", "messages")
+                name: sum(facts["batches"][name] for facts in all_facts) for name in ("count", "messages")
             },
-            "hosts": [
-                {
-                    "host": agents[0].name,
-                    "host_id": node,
-                    "messages": sum(host.messages for host in agents),
-                    "failed": sum(host.failed for host in agents),
-                    "workers_started": sum(
-                        self._facts.get(id(host), {}).get("workers_started", 0) for host in agents
-                    ),
-                    "agents_lost": sum(host.is_gone for host in agents),
-                    "is_lost": all(host.is_gone for host in agents),
-                }
-                for node, agents in by_node.items()
-            ],
+            "hosts": [self._facts_of(node, agents) for node, agents in by_node.items()],
+        }
+
+    def _facts_of(self, node: str, agents: Sequence[RemoteHost]) -> dict[str, Any]:
+        """Return the facts about a machine and all agents that it has had."""
+        known = [self._facts[id(host)] for host in agents if id(host) in self._facts]
+        return {
+            "host": agents[0].name,
+            "host_id": node,
+            "messages": sum(host.messages for host in agents),
+            "failed": sum(host.failed for host in agents),
+            "workers_started": sum(facts["workers_started"] for facts in known),
+            "agents_lost": sum(host.is_gone for host in agents),
+            "is_lost": all(host.is_gone for host in agents),
         }
 
     def close(self) -> None:

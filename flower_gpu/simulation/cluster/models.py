@@ -15,13 +15,14 @@ model, and hosts need these in any order. So models are kept as long as they fit
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
@@ -36,6 +37,9 @@ _KEPT_PART: Final = 16
 _FETCHES: Final = 4
 #: Ray sends smaller arguments with the call itself.
 _LARGE_BYTES: Final = 64 << 10
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True)
@@ -71,21 +75,45 @@ class PackedMessage:
         return records if self.state is None else [*records, self.state]
 
 
-class SentModels:
-    """The driver's models in the object store.
+class LastUsedModels(Generic[_K, _V]):
+    """Models in the order of their last use. Models that were not used for long leave. Thread-safe.
 
-    ``put``: function that stores an object and returns a reference to it.
     ``kept_bytes``: size up to which more than the first few models are kept; by default, a part of the
     memory.
     """
 
+    def __init__(self, kept_bytes: int | None) -> None:
+        _, memory_bytes = control_group.available_memory()
+        self._kept_bytes = memory_bytes // _KEPT_PART if kept_bytes is None else kept_bytes
+        self._lock = threading.Lock()
+        self._models: OrderedDict[_K, tuple[_V, int]] = OrderedDict()
+
+    def get(self, key: _K, make: Callable[[], _V], size_bytes: int) -> _V:
+        """Return the model with this key. If it is not here, it is made."""
+        with self._lock:
+            if key not in self._models:
+                self._models[key] = make(), size_bytes
+                total = sum(size for _, size in self._models.values())
+                while len(self._models) > _MIN_MODELS and total > self._kept_bytes:
+                    total -= self._models.popitem(last=False)[1][1]
+            self._models.move_to_end(key)
+            return self._models[key][0]
+
+
+class SentModels:
+    """The driver's models in the object store.
+
+    ``put``: function that stores an object and returns a reference to it.
+    ``kept_bytes``: as for :class:`LastUsedModels`.
+    """
+
     def __init__(self, put: Callable[[Any], Any], kept_bytes: int | None = None) -> None:
         self._put = put
-        self._kept_bytes = _kept_bytes() if kept_bytes is None else kept_bytes
-        self._lock = threading.Lock()
         # A model is known by the identities of its arrays' bytes, so these must not be freed.
-        self._models: OrderedDict[tuple[Any, ...], tuple[StoredObject, list[bytes]]] = OrderedDict()
-        self._count = 0
+        self._models: LastUsedModels[tuple[Any, ...], tuple[StoredObject, list[bytes]]] = LastUsedModels(
+            kept_bytes
+        )
+        self._numbers = itertools.count(1)
 
     def packed(self, assigned: AssignedMessage) -> PackedMessage:
         """Return a message with references instead of its models and large records. Stores new models."""
@@ -105,31 +133,24 @@ class SentModels:
 
     def _model(self, record: ArrayRecord) -> StoredObject:
         data = [array.data for array in record.values()]
-        key = (tuple(record), tuple(map(id, data)))
-        with self._lock:
-            if key not in self._models:
-                self._count += 1
-                sent = StoredObject(self._count, [self._put(record)], sum(map(len, data)))
-                self._models[key] = sent, data
-                total = sum(sent.size_bytes for sent, _ in self._models.values())
-                while len(self._models) > _MIN_MODELS and total > self._kept_bytes:
-                    total -= self._models.popitem(last=False)[1][0].size_bytes
-            self._models.move_to_end(key)
-            return self._models[key][0]
+        size = sum(map(len, data))
+
+        def store() -> tuple[StoredObject, list[bytes]]:
+            return StoredObject(next(self._numbers), [self._put(record)], size), data
+
+        return self._models.get((tuple(record), tuple(map(id, data))), store, size)[0]
 
 
 class FetchedModels:
     """The models of a host. It fetches several at a time and keeps them for later messages.
 
     ``get``: function that returns a stored object, which may take minutes.
-    ``kept_bytes``: as for :class:`SentModels`.
+    ``kept_bytes``: as for :class:`LastUsedModels`.
     """
 
     def __init__(self, get: Callable[[Any], Any], kept_bytes: int | None = None) -> None:
         self._fetch = get
-        self._kept_bytes = _kept_bytes() if kept_bytes is None else kept_bytes
-        self._lock = threading.Lock()
-        self._models: OrderedDict[int, tuple[Future[Any], int]] = OrderedDict()
+        self._models: LastUsedModels[int, Future[Any]] = LastUsedModels(kept_bytes)
         self._pool = ThreadPoolExecutor(_FETCHES, "flower-gpu-models")
 
     def receive(
@@ -171,18 +192,11 @@ class FetchedModels:
 
     def _future(self, sent: StoredObject) -> Future[Any]:
         """Return the future of a stored object. A model is fetched once for all messages."""
-        number = sent.number
-        if number is None:
+
+        def fetch() -> Future[Any]:
             return self._pool.submit(self._fetch, sent.reference[0])
-        with self._lock:
-            if number not in self._models:
-                future = self._pool.submit(self._fetch, sent.reference[0])
-                self._models[number] = future, sent.size_bytes
-                total = sum(size for _, size in self._models.values())
-                while len(self._models) > _MIN_MODELS and total > self._kept_bytes:
-                    total -= self._models.popitem(last=False)[1][1]
-            self._models.move_to_end(number)
-            return self._models[number][0]
+
+        return fetch() if sent.number is None else self._models.get(sent.number, fetch, sent.size_bytes)
 
     def close(self) -> None:
         """Cancel pending fetches."""
@@ -204,8 +218,3 @@ def _unpacked(packed: PackedMessage, futures: Sequence[Future[Any]]) -> Assigned
     )
     state = packed.assigned.state if packed.state is None else next(fetched).result()
     return replace(packed.assigned, message=message, state=state)
-
-
-def _kept_bytes() -> int:
-    _, total = control_group.available_memory()
-    return total // _KEPT_PART
