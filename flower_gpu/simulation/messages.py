@@ -40,11 +40,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, Final
 
-from flwr.app import Context, Message
+from flwr.app import Context
 from flwr.common.logger import log
 
 from flower_gpu import frameworks
@@ -78,18 +78,6 @@ _TRIED_AGAIN: Final = (WorkerDiedError, WorkerStartError)
 _TRIES: Final = 3
 # Number of cancelled messages that are remembered, because they may arrive later
 _MAX_CANCELLED: Final = 1000
-
-
-@dataclass
-class Handled:
-    """The result of a message: the reply, and the client's context.
-
-    ``call_s``: seconds of the call in its worker, or None if they are not representative.
-    """
-
-    context: Context
-    reply: Message
-    call_s: float | None
 
 
 class MessageHandler:
@@ -154,19 +142,14 @@ class MessageHandler:
         """
         began = time.monotonic()
         slot = self._slot()
+        begun: list[AssignedMessage] = []
         with self._lock:
-            is_closed = self._is_closed
-            begun = (
-                []
-                if is_closed
-                else [
-                    assigned for assigned in assigned_messages if assigned.message_id not in self._cancelled
-                ]
-            )
+            if not self._is_closed:
+                begun = [each for each in assigned_messages if each.message_id not in self._cancelled]
             if begun:
                 slot.begin()
             self._running.update((assigned.message_id, slot) for assigned in begun)
-        results: Sequence[Handled | BaseException] = []
+        results: Sequence[MessageOutcome | BaseException] = []
         error: BaseException | None = None
         try:
             results = self._handle(begun, slot) if begun else []
@@ -198,12 +181,11 @@ class MessageHandler:
         ]
 
     def _outcome_of(
-        self, assigned: AssignedMessage, result: Handled | BaseException | None, seconds: float
+        self, assigned: AssignedMessage, result: MessageOutcome | BaseException | None, seconds: float
     ) -> MessageOutcome:
         """Return the outcome of a message. ``result`` is None if the message was cancelled."""
-        if isinstance(result, Handled):
-            state = record_bytes.encode(result.context.state) if result.context.state else b""
-            return MessageOutcome(assigned.message_id, result.reply, state, seconds, result.call_s)
+        if isinstance(result, MessageOutcome):
+            return replace(result, seconds=seconds)
         if result is None:
             result = WorkerStartError("the run is over") if self._is_closed else self._no_reply(assigned)
         elif self._work.is_strict and isinstance(result, FlowerGPUError):
@@ -221,7 +203,7 @@ class MessageHandler:
                 WARNING,
                 "%d messages at once are too many: %s. They are handled again, %d at once",
                 len(assigned_messages),
-                str(error).partition("\n")[0].rstrip("."),
+                _reason(error),
                 size,
             )
             return size
@@ -229,54 +211,51 @@ class MessageHandler:
             return 1  # any of the messages may have ended the worker
         return 0
 
-    def _handle(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> list[Handled]:
+    def _handle(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> list[MessageOutcome]:
         """Return the results of messages, which one worker handles."""
         slot.prepare(self._work.calls_per_worker // len(assigned_messages))
         if len(assigned_messages) > 1:
-            return self._run_once(assigned_messages, slot)
+            # After a failure, smaller assignments follow, because they need less memory.
+            return self._run_in_room(assigned_messages, slot)
         return [self._run(assigned_messages[0], slot)]
 
-    def _run(self, assigned: AssignedMessage, slot: Slot) -> Handled:
+    def _run(self, assigned: AssignedMessage, slot: Slot) -> MessageOutcome:
         """Return the result of a message. If its worker dies, a new worker retries it."""
         for remaining in reversed(range(self._tries)):
             try:
-                return self._run_once([assigned], slot)[0]
+                return self._run_once(assigned, slot)
             except _TRIED_AGAIN as error:
-                with self._lock:
-                    is_wanted = assigned.message_id in self._running
-                if not remaining or not is_wanted:
+                if not remaining or not self._is_wanted(assigned):
                     raise
-                reason = str(error).partition("\n")[0].rstrip(".")
-                log(WARNING, "%s. A new worker handles the message again", reason)
+                log(WARNING, "%s. A new worker handles the message again", _reason(error))
         raise AssertionError
 
-    def _run_once(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> list[Handled]:
-        """Return the results of messages. A single message that ran out of main memory is retried alone."""
+    def _run_once(self, assigned: AssignedMessage, slot: Slot) -> MessageOutcome:
+        """Return the result of a message. If its worker ran out of main memory, it is retried alone."""
         try:
-            return self._run_in_room(assigned_messages, slot)
+            return self._run_in_room([assigned], slot)[0]
         except WorkerDiedError as error:
-            with self._lock:
-                is_wanted = assigned_messages[0].message_id in self._running
-            # The caller retries a batch in smaller assignments, because they need less memory.
-            if len(assigned_messages) > 1:
-                raise
             self._memory.learn(error.peak_bytes)
-            message = assigned_messages[0]
-            settings = self._settings_of(self._overrides_of(message))
-            if not error.is_out_of_memory or not is_wanted or settings.gpu.on_oom == "fail":
+            on_oom = self._settings_of(self._overrides_of(assigned)).gpu.on_oom
+            if not error.is_out_of_memory or not self._is_wanted(assigned) or on_oom == "fail":
                 raise
-            reason = str(error).partition("\n")[0].rstrip(".")
+            reason = _reason(error)
             # The frames of the traceback would keep the messages in memory.
             killed = error.with_traceback(None)
         log(WARNING, "%s. It is handled again while no other message is", reason)
         try:
-            return self._run_in_room(assigned_messages, slot, alone=True)
+            return self._run_in_room([assigned], slot, alone=True)[0]
         except LeaseTimeoutError as late:
             raise LeaseTimeoutError(f"{reason}. {late}") from killed
 
+    def _is_wanted(self, assigned: AssignedMessage) -> bool:
+        """Return True unless the message was cancelled."""
+        with self._lock:
+            return assigned.message_id in self._running
+
     def _run_in_room(
         self, assigned_messages: Sequence[AssignedMessage], slot: Slot, *, alone: bool = False
-    ) -> list[Handled]:
+    ) -> list[MessageOutcome]:
         messages = [assigned.message for assigned in assigned_messages]
         contexts = [self._context_of(assigned) for assigned in assigned_messages]
         overrides = self._overrides_of(assigned_messages[0])
@@ -312,8 +291,15 @@ class MessageHandler:
                 workers=slot,
             )
         call_s = self._learn(assigned_messages, slot)
-        pairs = zip(contexts, replies, strict=True)
-        return [Handled(context, reply, None if reply.has_error() else call_s) for context, reply in pairs]
+        return [
+            MessageOutcome(
+                assigned.message_id,
+                reply,
+                record_bytes.encode(context.state) if context.state else b"",
+                call_s=None if reply.has_error() else call_s,
+            )
+            for assigned, context, reply in zip(assigned_messages, contexts, replies, strict=True)
+        ]
 
     def _end_unused_workers(self, slot: Slot) -> None:
         """End all workers that wait for a message, so that the worker of ``slot`` can use their memory."""
@@ -442,6 +428,11 @@ class MessageHandler:
                 self._slots.append(self._this_thread.slot)
         slot: Slot = self._this_thread.slot
         return slot
+
+
+def _reason(error: BaseException | None) -> str:
+    """Return the first line of an error, as the start of a longer sentence."""
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _measured(name: str, overrides: ClientOverrides) -> str:
