@@ -133,8 +133,11 @@ class FailureLog:
         self._first: Failure | None = None
         self._lock = threading.Lock()
 
-    def add(self, failure: Failure, *, is_said: bool = True) -> None:
-        """Write a failure to the log, and print it if it is the first of its kind and ``is_said`` is True."""
+    def add(self, failure: Failure, *, is_said: bool = True) -> bool:
+        """Write a failure to the log, and print it if it is the first of its kind and ``is_said`` is True.
+
+        Returns True if the failure was printed.
+        """
         kind = failure.kind
         with self._lock:
             self._first = self._first or failure
@@ -144,6 +147,7 @@ class FailureLog:
             self._write(failure)
         if is_new:
             self._say("\n".join([f"{failure.title}:", *_lines(failure.text)]))
+        return is_new
 
     @property
     def pointer(self) -> str:

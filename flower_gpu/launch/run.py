@@ -12,7 +12,7 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.launch.display import Failures, LaunchDisplay
+from flower_gpu.launch.event_lines import EventLines
 from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
@@ -22,6 +22,7 @@ from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism
 from flower_gpu.watch.history import History
 from flower_gpu.watch.result import places_of, result_lines, result_of, write_results
+from flower_gpu.watch.shown_run import ShownRun
 from flower_gpu.watch.trackers import tracking
 
 _NO_ROUNDS: Final = (
@@ -88,40 +89,41 @@ def launch(options: LaunchOptions) -> int:
         ) as run,  # Entered first: it locks the run before the supervisor may kill its processes.
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
-        display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
-        display.history.feed(events_before)
+        shown = ShownRun(sys.stdout, sys.stderr, folder.failures, is_shown=options.verbosity >= 0)
+        shown.history.rounds.num_rounds = plan.num_rounds
+        shown.history.feed(events_before)
         try:
-            display.line(headline(plan, folder))
+            shown.say(headline(plan, folder))
             for remark in plan.remarks:
-                display.line(remark)
+                shown.say(remark)
             env = service_environment(os.environ, folder, options.calls)
-            federation = Federation(plan, folder, env, supervisor, display.line)
-            failures = Failures(folder.failures, display, federation.client_of, federation.traceback_of)
+            federation = Federation(plan, folder, env, supervisor, shown.say)
+            lines = EventLines(shown, federation.client_of, federation.traceback_of)
             try:
-                _follow(federation, supervisor, display, failures, events, options)
+                _follow(federation, supervisor, shown, lines, events, options)
             finally:
-                sent, failed = display.history.rounds.messages_sent, display.history.rounds.messages_failed
-                run.end_told = {"messages": sent, "failed": failed}
+                rounds = shown.history.rounds
+                run.end_told = {"messages": rounds.messages_sent, "failed": rounds.messages_failed}
             supervisor.stop(grace_s=_GRACE_AT_END_S)
         except LaunchStoppedError as stopped:
             code = 128 + stopped.signum
             run.outcome = "interrupted"
-            _close(display)
+            shown.close()
             _complain(f"stopping, {stopped}")
         except LaunchFailedError as failure:
             code = 1
             run.outcome = "failed"
             run.end_told["error"] = str(failure)
-            _close(display)
+            shown.close()
             _explain(failure)
         finally:
-            _close(display)
+            shown.close()
             if folder.model.exists():
                 run.end_told["facts"] = {"model": folder.model.name}
     for pid in supervisor.unkilled:
         _complain(f"process {pid} could not be ended: it hangs in the kernel, as in the driver (see dmesg)")
         code = code or 1
-    _conclude(plan, folder, code, client_of)
+    _conclude(plan, folder, code, shown, client_of)
     return code
 
 
@@ -157,8 +159,8 @@ def settings_of(plan: Plan) -> dict[str, object]:
 def _follow(
     federation: Federation,
     supervisor: Supervisor,
-    display: LaunchDisplay,
-    failures: Failures,
+    shown: ShownRun,
+    lines: EventLines,
     events: trace.Follower,
     options: LaunchOptions,
 ) -> None:
@@ -170,24 +172,24 @@ def _follow(
 
     def show() -> None:
         for event in events.read_new():
-            display.show(event)
+            shown.show(event)
             if (begun := stages.pop(event["event"], None)) is not None:
                 stage.close()
                 text, then = begun
                 if text:
-                    stage.enter_context(told_if_slow(display.line, text, partial(federation.missing, then)))
+                    stage.enter_context(told_if_slow(shown.say, text, partial(federation.missing, then)))
                 else:
                     stages.clear()
-            failures.see(event)
+            lines.see(event)
         for line in new_lines(log) if options.verbosity > 0 else ():
-            display.line(line)
-        display.tick()
-        if failures.why_over is not None and not options.keep_going:
-            raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run continue")
+            shown.say(line)
+        shown.tick()
+        if lines.why_over is not None and not options.keep_going:
+            raise LaunchFailedError(f"{lines.why_over}; --keep-going lets such a run continue")
 
     federation.start()
     starting = f"starting {federation.plan.clients} SuperNodes and the ServerApp"
-    stage.enter_context(told_if_slow(display.line, starting, federation.missing))
+    stage.enter_context(told_if_slow(shown.say, starting, federation.missing))
     try:
         while not federation.has_finished():
             show()
@@ -196,12 +198,6 @@ def _follow(
         stage.close()
         # An app may exit with an error because all its clients have failed. Their failures must be shown.
         show()
-
-
-def _close(display: LaunchDisplay) -> None:
-    # If the terminal is gone, the run must still be stopped.
-    with contextlib.suppress(OSError):
-        display.close()
 
 
 def _explain(failure: LaunchFailedError) -> None:
@@ -217,9 +213,11 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
-def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int], str]) -> None:
+def _conclude(
+    plan: Plan, folder: RunFolder, code: int, shown: ShownRun, client_of: Callable[[int], str]
+) -> None:
     """Write and show the result. A failed run also has a result, because its finished rounds are valid."""
-    history = History.read(folder.trace)
+    history = History.read(folder.trace, keep_finished=False)
     result = result_of(history, client_of)
     write_results(folder, history.rounds.parts, result)
     if code != 0:
@@ -235,10 +233,10 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, client_of: Callable[[int
             )
         return
     if not result["rounds"] and not result["initial"]:
-        print(_NO_ROUNDS, flush=True)
+        shown.show_end([_NO_ROUNDS])
     for remark in remarks_at_end(plan, history):
         _complain(remark)
-    print("\n".join(result_lines(result, places=places_of(folder))), flush=True)
+    shown.show_end(result_lines(result, places=places_of(folder)))
 
 
 def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
@@ -251,7 +249,7 @@ def remarks_at_end(plan: Plan, history: History) -> Iterator[str]:
             "must give context=context to its GPUClient and gpu_evaluate"
         )
     is_on_gpus = history.hosts.gpus and history.rounds.messages_sent and plan.policies != {"never"}
-    if is_on_gpus and not history.calls.workers:
+    if is_on_gpus and not history.tally.workers_started:
         yield (
             f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each had them alone. "
             "Write ClientApp(mods=[gpu_mod]) in it, or run it with flower-gpu simulate, which needs no change"

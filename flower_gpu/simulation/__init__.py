@@ -32,5 +32,5 @@ Another engine is a class of hosts and a line in ``run._hosts``. On a Ray cluste
 inside an actor.
 
 After each round, a checkpoint is written: an index, and states and models as files. reporting produces the
-trace, the History, the display, the result and the final model.
+trace, the result and the final model, and shows the run.
 """

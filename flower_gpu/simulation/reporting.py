@@ -1,4 +1,4 @@
-"""Showing and recording a run: its events go to the history, the trace and the display.
+"""Recording a run: its events go to the trace, and to the shown run with its history and its display.
 
 When the run is over, its result is made from the trace: ``result.json``, and the lines of the summary.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
 from flower_gpu import trace
-from flower_gpu.apps.failures import COMPLETED, Failure, FailureLog
+from flower_gpu.apps.failures import COMPLETED, Failure
 from flower_gpu.apps.folder import RunFolder, short
 from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
@@ -25,12 +25,13 @@ from flower_gpu.strategies.recording.strategies import recorded_rounds
 from flower_gpu.strategies.resuming.states import disk_error
 from flower_gpu.strategies.strategy_state import RESUMABLE
 from flower_gpu.trace import Event
-from flower_gpu.watch.display import in_notebook, make_display
+from flower_gpu.watch.display import in_notebook
 from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.history import History
 from flower_gpu.watch.metrics_table import MetricsTable
 from flower_gpu.watch.output import flower_lines
 from flower_gpu.watch.result import places_of, result_lines, result_of, write_results
+from flower_gpu.watch.shown_run import ShownRun
 
 _CANNOT_RESUME: Final = (
     f"this run cannot continue with {{}}, because its state is not known. {RESUMABLE}. Start a new run"
@@ -48,7 +49,7 @@ _FEW: Final = 3
 
 
 class Report:
-    """The display, the history and the files of one run.
+    """The files of one run, which is shown meanwhile.
 
     ``folder``: folder of the run. None: nothing is written.
     ``run``: the trace of the run in ``folder``, or None.
@@ -75,7 +76,8 @@ class Report:
         is_tracked: bool = False,
     ) -> None:
         self.folder = folder
-        self.history = History(keep_finished=False, keep_rounds=True)
+        stream, log = _stream(), None if folder is None else folder.failures
+        self.shown = ShownRun(stream, stream, log, is_shown=progress, keep_rounds=True)
         self.facts: dict[str, Any] = {}  # the engine's facts for the result
         self.summary: dict[str, Any] = {}  # the same content as ``result.json``
         self.is_refused = False
@@ -88,37 +90,29 @@ class Report:
         self._end: Event | None = None
         self._is_disk_full = False
         self._table: MetricsTable | None = None  # None until a round is over
-        self._display = make_display(self.history, _stream(), is_shown=progress)
         output.on_first_hidden = self._say_what_is_hidden
-        self.failures = FailureLog(None if folder is None else folder.failures, self._display.say)
         self._has_begun = resumes is None
         if self._has_begun and folder is not None:
-            self.history.feed(trace.read(folder.trace))
-
-    def say(self, text: str) -> None:
-        """Show a line, if progress is shown."""
-        if self._is_shown:
-            self._display.say(text)
+            self.shown.history.feed(trace.read(folder.trace))
 
     def on_event(self, event: Event) -> None:
         """Handle an event of the recorder."""
         if not self._has_begun:
             self._resume(event)
-        self.history.feed([event])
+        self.shown.show(event)
         if event["event"] == "round_started":
             self._output.begin_round()
         if self.folder is not None:
             self._keep(event, self.folder)
-        self._display.show(event)
         if event["event"] == "reply" and (error := event["error"]) is not None:
             client = "unknown" if event["node"] is None else str(event["node"])
-            self.failures.add(Failure.from_event(event, client), is_said=error != NOT_PULLED)
+            self.shown.failures.add(Failure.from_event(event, client), is_said=error != NOT_PULLED)
 
     def _say_what_is_hidden(self) -> None:
         """Show where the hidden lines of clients are, unless the user asked for none."""
         if self._output.word == "auto":
             text = f"the first {LINES_PER_ROUND} lines of clients are shown in each round"
-            self.say(f"{text}: {_all_lines(self.folder)}. --client-output all shows them here")
+            self.shown.say(f"{text}: {_all_lines(self.folder)}. --client-output all shows them here")
 
     def _resume(self, event: Event) -> None:
         """Continue the history of the trace so far. If the run cannot resume, its folder stays unchanged.
@@ -133,8 +127,8 @@ class Report:
         self._has_begun = True
         self._on_resume()
         assert self.folder is not None
-        with told_if_slow(self.say, f"reading {self.folder.trace.name} of the run"):
-            self.history.feed(trace.read(self.folder.trace))
+        with told_if_slow(self.shown.say, f"reading {self.folder.trace.name} of the run"):
+            self.shown.history.feed(trace.read(self.folder.trace))
 
     def _keep(self, event: Event, folder: RunFolder) -> None:
         """Write an event into the trace, and extend the table of metrics before a new round.
@@ -152,13 +146,13 @@ class Report:
                 pass
             case "round_started":
                 write_event(event)
-                newest = next(self.history.rounds.newest_parts(), None)
+                newest = next(self.shown.history.rounds.newest_parts(), None)
                 if newest is not None and newest.round != event["round"]:
                     self._extend_table(folder)
             case "round_finished":
                 write_event(event)
                 if self._table is not None and (
-                    part := self.history.rounds.part(event["round"], event["task"])
+                    part := self.shown.history.rounds.part(event["round"], event["task"])
                 ):
                     self._table.note(part)
             case _:
@@ -167,7 +161,7 @@ class Report:
     def _extend_table(self, folder: RunFolder) -> None:
         self._table = self._table or MetricsTable(folder)
         try:
-            self._table.extend(self.history.rounds)
+            self._table.extend(self.shown.history.rounds)
         except OSError as error:
             text = "Free space, and continue with --resume if there is a checkpoint"
             raise disk_error(error, folder.path, _SMALL_BYTES, text) from error
@@ -177,7 +171,7 @@ class Report:
 
         Raises DiskError if the disk has no room for the model of a completed run.
         """
-        self._display.close()
+        self.shown.close()
         if self.is_refused:
             return
         model, full = self.recorder.model, None
@@ -192,13 +186,13 @@ class Report:
                 outcome, error = "failed", no_room
         self._is_disk_full = isinstance(error, DiskError)
         fields = {
-            "messages": self.history.rounds.messages_sent,
-            "failed": self.history.rounds.failures.counts.total(),
+            "messages": self.shown.history.rounds.messages_sent,
+            "failed": self.shown.history.rounds.failures.counts.total(),
             "error": None if error is None or outcome == "interrupted" else error_text(error),
             "facts": finite(facts),
         }
         self._end = trace.make("run_finished", outcome=outcome, **fields)
-        self.history.feed([self._end])
+        self.shown.history.feed([self._end])
         if self._run is not None:
             self._run.end_told = fields
         if full is not None:
@@ -206,7 +200,7 @@ class Report:
                 raise full
             if not self._is_disk_full:
                 # The caller also reports the error that ended the run.
-                _print([f"not all results are written: {full}"])
+                self.shown.show_end([f"not all results are written: {full}"])
 
     def conclude(self) -> None:
         """Write the results. Call this once the trace has its last event.
@@ -215,9 +209,9 @@ class Report:
         """
         if self._end is None:
             return
-        history = self.history
+        history = self.shown.history
         if self.folder is not None:
-            with told_if_slow(self.say, f"reading {self.folder.trace.name} for the result"):
+            with told_if_slow(self.shown.say, f"reading {self.folder.trace.name} for the result"):
                 history = History.read(self.folder.trace, keep_finished=False)
             if history.run.finished_at is None:
                 # The disk was full, so the trace does not have the last event.
@@ -232,12 +226,12 @@ class Report:
             if self._end["outcome"] == COMPLETED:
                 raise full from error
             if not self._is_disk_full:
-                _print([f"not all results are written: {full}"])
+                self.shown.show_end([f"not all results are written: {full}"])
 
     def show_summary(self) -> None:
         """Show the summary, if progress is shown. It comes last, even after the lines of trackers."""
         if self._is_shown and self.summary:
-            _print(lines_of(self.summary, self.folder))
+            self.shown.show_end(lines_of(self.summary, self.folder))
 
 
 @contextmanager
@@ -261,7 +255,7 @@ def reported(
     folder = report.folder
     log = None if folder is None else folder.log("run")
     are_shown = not in_notebook() if verbose is None else verbose
-    pointer = None if keep_going else lambda: report.failures.pointer
+    pointer = None if keep_going else lambda: report.shown.failures.pointer
     try:
         with (
             flower_lines(are_shown, log),
@@ -336,11 +330,6 @@ def error_text(error: BaseException) -> str:
     """Return the type of an error and the first line of its text."""
     text = first_line(str(error))
     return shortened(f"{type(error).__name__}: {text}") if text else type(error).__name__
-
-
-def _print(lines: list[str]) -> None:
-    if (stream := _stream()) is not None:
-        print("\n".join(lines), file=stream, flush=True)
 
 
 def _stream() -> TextIO | None:

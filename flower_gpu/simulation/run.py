@@ -126,10 +126,12 @@ def simulate(
         grid = _grid(plan, record, hosts, report, stack)
         context = Context(nodes.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(nodes.run_config))
         recorded = RecordedGrid(grid, report.recorder, record.checkpoints, record.state)
-        _run_server(plan, hosts, recorded, context, report.say)
+        _run_server(plan, hosts, recorded, context, report.shown.say)
         model = report.recorder.model
     path = None if record.folder is None else record.folder.path
-    return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds.parts)
+    return SimulationResult(
+        context, model, report.summary, path, plan.work.name, report.shown.history.rounds.parts
+    )
 
 
 simulate.__doc__ = documented(simulate.__doc__, "Other Parameters", OPTIONS)
@@ -220,7 +222,9 @@ class _Record:
         )
         if self.folder is None:
             name, clients = plan.work.name, len(plan.work.nodes.ids)
-            report.history.feed([trace.make("run_started", kind="simulate", name=name, clients=clients)])
+            report.shown.history.feed(
+                [trace.make("run_started", kind="simulate", name=name, clients=clients)]
+            )
         partition_of = plan.work.nodes.partition_of
         stack.enter_context(
             reported(
@@ -260,7 +264,7 @@ def _grid(plan: RunPlan, record: _Record, hosts: Hosts, report: Report, stack: E
     grid.tell = report.recorder.tell
     if not plan.resumes:
         hosts.has_begun()
-    report.say(hosts.location_line())
+    report.shown.say(hosts.location_line())
     if has_longest_first:
         report.recorder.expected_s = lambda kind, ids: durations.expected_s(
             [(kind, nodes.place_of(node_id)) for node_id in ids]

@@ -3,7 +3,7 @@
     trace.jsonl, or a recorder in the same process
          │ events
       History with its folds: run, hosts, leases, calls, rounds
-                ├── display: bars or lines while the run goes on
+                ├── shown_run: what launch and simulate show meanwhile; display: its bars or lines
                 ├── top/, report/, metrics
                 ├── trackers/: TensorBoard, Weights & Biases, MLflow
                 └── result: result.json and metrics.csv of launch and simulate

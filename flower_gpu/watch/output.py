@@ -41,11 +41,11 @@ class OutputAbove:
         self._handlers: list[tuple[logging.StreamHandler[Any], _Above]] = []
         for name in _LOGGERS:
             for handler in logging.getLogger(name).handlers:
-                if isinstance(handler, logging.StreamHandler) and _is_terminal(handler.stream):
+                if isinstance(handler, logging.StreamHandler) and is_terminal(handler.stream):
                     above = _Above(handler.stream, console)
                     handler.setStream(above)
                     self._handlers.append((handler, above))
-        self._stdout = _Above(sys.stdout, console) if _is_terminal(sys.stdout) else None
+        self._stdout = _Above(sys.stdout, console) if is_terminal(sys.stdout) else None
         if self._stdout is not None:
             sys.stdout = self._stdout
 
@@ -102,7 +102,8 @@ class _Above:
                 self._begun = ""
 
 
-def _is_terminal(stream: Any) -> bool:
+def is_terminal(stream: Any) -> bool:
+    """Return True if a stream is an open terminal, and not redirected above the bars of one."""
     try:
         return not isinstance(stream, _Above) and bool(stream.isatty())
     except (AttributeError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.display import Failures, LaunchDisplay
+from flower_gpu.launch.event_lines import EventLines
 from flower_gpu.launch.supervisor import last_traceback, new_lines
+from flower_gpu.watch.shown_run import ShownRun
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/app/client.py", line {}, in train\nNameError: Nett'
 
@@ -36,26 +38,30 @@ def reply(node: int, error: str | None = "<class 'NameError'>", **fields: Any) -
     return make_event("reply", node=node, error=error, metrics={}, **fields)
 
 
-class RecordingDisplay(LaunchDisplay):
-    """A display that records its texts instead of printing them."""
+class RecordingRun(ShownRun):
+    """A shown run that records its texts instead of printing them."""
 
-    def __init__(self) -> None:
-        super().__init__(None)
+    def __init__(self, failure_log: Path | None = None) -> None:
+        super().__init__(None, None, failure_log)
         self.texts: list[str] = []
 
-    def line(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self.texts.append(text)
 
-    traceback = error = line
+    show_traceback = complain = say
 
 
-def show_all(path: Path, *events: dict[str, Any]) -> tuple[Failures, list[str]]:
-    display = RecordingDisplay()
-    failures = Failures(path / "failures.log", display)
+def see_all(lines: EventLines, shown: ShownRun, *events: dict[str, Any]) -> None:
     for event in events:
-        display.show(event)
-        failures.see(event)
-    return failures, display.texts
+        shown.show(event)
+        lines.see(event)
+
+
+def show_all(path: Path, *events: dict[str, Any]) -> tuple[EventLines, list[str]]:
+    shown = RecordingRun(path / "failures.log")
+    lines = EventLines(shown)
+    see_all(lines, shown, *events)
+    return lines, shown.texts
 
 
 @pytest.mark.parametrize(
@@ -69,14 +75,14 @@ def show_all(path: Path, *events: dict[str, Any]) -> tuple[Failures, list[str]]:
     ids=["worker, process, reply", "process, reply", "worker, reply", "out of memory"],
 )
 def test_a_failed_message_is_reported_once(events: list[dict[str, Any]], tmp_path: Path) -> None:
-    failures, texts = show_all(tmp_path, *events, *events, reply(1, None))
+    lines, texts = show_all(tmp_path, *events, *events, reply(1, None))
     first, second = texts
     assert first.splitlines() == [
         "train of client 0 failed in round 1:",
         *TRACEBACK.format(3).splitlines(),
     ]
     assert second == "train of client 0 failed in round 1: NameError: Nett"
-    assert failures.why_over is None
+    assert lines.why_over is None
     text = (tmp_path / "failures.log").read_text()
     assert text.count("train of client 0 failed in round 1") == 2
     assert text.count('File "/app/client.py"') == 1
@@ -88,16 +94,10 @@ def test_each_distinct_failure_is_shown_with_its_traceback_once(tmp_path: Path) 
 
 
 def test_a_failure_that_only_the_server_knows_is_reported(tmp_path: Path) -> None:
-    display = RecordingDisplay()
-    failures = Failures(
-        tmp_path / "failures.log",
-        display,
-        lambda node: f"number {node}",
-        lambda client: f"T of {client}",
-    )
-    failures.see(reply(7))
-    failures.see(reply(8, "no reply within 5 s"))
-    assert display.texts == [
+    shown = RecordingRun(tmp_path / "failures.log")
+    lines = EventLines(shown, lambda node: f"number {node}", lambda client: f"T of {client}")
+    see_all(lines, shown, reply(7), reply(8, "no reply within 5 s"))
+    assert shown.texts == [
         "train of client number 7 failed in round 1:\nT of number 7",
         "train of client number 8 failed in round 1: no reply within 5 s",
     ]
@@ -105,17 +105,16 @@ def test_a_failure_that_only_the_server_knows_is_reported(tmp_path: Path) -> Non
 
 def test_an_error_reply_that_names_its_client_is_not_reported_twice(tmp_path: Path) -> None:
     """With ``start_server`` the server does not know which client a connection belongs to."""
-    display = RecordingDisplay()
-    failures = Failures(tmp_path / "failures.log", display, lambda node: f"node {node}")
-    failures.see(worker("1"))
-    failures.see(reply(5, "fit of client 1: the worker was killed"))
-    assert len(display.texts) == 1
+    shown = RecordingRun(tmp_path / "failures.log")
+    lines = EventLines(shown, lambda node: f"node {node}")
+    see_all(lines, shown, worker("1"), reply(5, "fit of client 1: the worker was killed"))
+    assert len(shown.texts) == 1
 
 
 def test_the_reason_for_the_end_is_kept_if_all_clients_fail(tmp_path: Path) -> None:
     over = make_event("all_failed", reason="all 2 clients failed in round 1")
-    failures, _ = show_all(tmp_path, process("0"), process("1"), reply(0), reply(1), over)
-    assert failures.why_over == "all 2 clients failed in round 1; the first traceback is above"
+    lines, _ = show_all(tmp_path, process("0"), process("1"), reply(0), reply(1), over)
+    assert lines.why_over == "all 2 clients failed in round 1; the first traceback is above"
 
 
 def test_a_failed_evaluation_on_the_server_is_not_attributed_to_a_client(tmp_path: Path) -> None:
@@ -175,13 +174,11 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_quiet_shows_only_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    display = LaunchDisplay(None, is_quiet=True)
-    failures = Failures(tmp_path / "failures.log", display)
-    for event in EVENTS:
-        display.show(event)
-        failures.see(event)
+    shown = ShownRun(sys.stdout, sys.stderr, tmp_path / "failures.log", is_shown=False)
+    lines = EventLines(shown)
+    see_all(lines, shown, *EVENTS)
     for then in ("again", "on the CPU", "failed"):
-        display.show(make_event("out_of_memory", client="0", uuid="GPU-0", then=then))
+        see_all(lines, shown, make_event("out_of_memory", client="0", uuid="GPU-0", then=then))
     output = capsys.readouterr()
     assert output.out == ""
     first, *error, last = output.err.splitlines()
@@ -189,23 +186,26 @@ def test_quiet_shows_only_failures(capsys: pytest.CaptureFixture[str], tmp_path:
     assert last.startswith("train of client 0 ran out of memory")
 
 
-def test_a_run_without_a_checkpoint_says_so_once() -> None:
-    display = RecordingDisplay()
-    for resumes in (None, None):
-        display.show(make_event("strategy_started", strategy="Mine", num_rounds=2, resumes=resumes))
-    assert display.texts == ["note: this run has no checkpoint, so it cannot be resumed; run.log says why"]
-    display = RecordingDisplay()
-    display.show(make_event("strategy_started", strategy="FedAvg", num_rounds=2, resumes="flower_gpu.FedAvg"))
-    assert display.texts == []
+def test_a_run_without_a_checkpoint_says_so_once(tmp_path: Path) -> None:
+    unknown = make_event("strategy_started", strategy="Mine", num_rounds=2, resumes=None)
+    _, texts = show_all(tmp_path, unknown, unknown)
+    assert texts == ["note: this run has no checkpoint, so it cannot be resumed; run.log says why"]
+    _, texts = show_all(tmp_path, {**unknown, "strategy": "FedAvg", "resumes": "flower_gpu.FedAvg"})
+    assert texts == []
+    resumed = RecordingRun()
+    resumed.show(unknown)
+    EventLines(resumed).see(unknown)
+    assert resumed.texts == [], "the earlier run has already said so"
 
 
 def test_an_out_of_memory_line_says_where_the_message_runs_next(capsys: pytest.CaptureFixture[str]) -> None:
-    display = LaunchDisplay(None)
+    shown = ShownRun(sys.stdout, sys.stderr)
+    lines = EventLines(shown)
     gpu = {"uuid": "GPU-0", "index": 0, "name": "Stub", "memory_bytes": 2**31}
-    display.show(make_event("lease_granted", client="1", lease="b", gpus=[gpu], waited_s=1.5))
+    shown.show(make_event("lease_granted", client="1", lease="b", gpus=[gpu], waited_s=1.5))
     for then in ("again", "on the CPU"):
         fields = {"client": "1", "kind": "over_cap", "uuid": "GPU-0", "cap_bytes": 3 * 2**29}
-        display.show(make_event("out_of_memory", **fields, then=then))
+        see_all(lines, shown, make_event("out_of_memory", **fields, then=then))
     assert capsys.readouterr().out.splitlines() == [
         "train of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again",
         "train of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again on the CPU",

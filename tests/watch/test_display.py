@@ -167,7 +167,7 @@ def test_within_a_round_both_bars_are_shown_and_fit_the_screen() -> None:
     assert max(map(len, lines[-2:])) <= COLUMNS
 
 
-class ShownRun:
+class RunWithDisplay:
     """A run with a display on stderr."""
 
     def __init__(self, num_rounds: int | None = None, is_shown: bool = True) -> None:
@@ -181,7 +181,7 @@ class ShownRun:
         self.display.show(record)
 
 
-def show_run(shown: ShownRun) -> None:
+def show_run(shown: RunWithDisplay) -> None:
     shown.report("strategy_started", strategy="FedAvg", num_rounds=2)
     shown.report("round_finished", round=0, task="server-evaluate", messages=0, metrics={"loss": 2.5})
     for server_round in (1, 2):
@@ -196,7 +196,7 @@ def show_run(shown: ShownRun) -> None:
 
 
 def test_without_a_terminal_lines_with_columns_are_written(capfd: pytest.CaptureFixture[str]) -> None:
-    show_run(ShownRun())
+    show_run(RunWithDisplay())
     out, err = capfd.readouterr()
     assert out == ""
     figures = "    3/3 clients  0.50 s  1 failed, score 1.25"
@@ -205,7 +205,7 @@ def test_without_a_terminal_lines_with_columns_are_written(capfd: pytest.Capture
         *[f"round {n}/2  {task:15}  {figures}" for n in (1, 2) for task in ("train", "evaluate")],
     ]
     # The columns stay aligned when the numbers grow.
-    shown = ShownRun()
+    shown = RunWithDisplay()
     shown.report("strategy_started", strategy="FedAvg", num_rounds=120)
     for server_round, messages, seconds in ((9, 5, 3.0), (10, 20_000, 3_700.0), (110, 5, 59.0)):
         fields = {"round": server_round, "task": "train", "metrics": {"loss": 0.5}}
@@ -220,7 +220,7 @@ def test_without_a_terminal_lines_with_columns_are_written(capfd: pytest.Capture
 def test_a_long_round_writes_a_line_from_time_to_time(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = ShownRun(3)
+    shown = RunWithDisplay(3)
     round_fields = {"round": 2, "task": "train"}
     shown.report("round_started", **round_fields, messages=4)
     shown.report("reply", **round_fields, error=None)
@@ -236,7 +236,7 @@ def test_a_long_round_writes_a_line_from_time_to_time(
 
 
 def test_a_notebook_shows_bars(capfd: pytest.CaptureFixture[str]) -> None:
-    shown = ShownRun()
+    shown = RunWithDisplay()
     shown.display = Notebook(shown.history, sys.stderr)
     show_run(shown)
     drawn = capfd.readouterr().err
@@ -245,9 +245,9 @@ def test_a_notebook_shows_bars(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_display_can_be_silent_and_a_resumed_run_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    show_run(ShownRun(is_shown=False))
+    show_run(RunWithDisplay(is_shown=False))
     assert capfd.readouterr() == ("", "")
-    shown = ShownRun()
+    shown = RunWithDisplay()
     shown.report("strategy_started", strategy="FedAvg", num_rounds=9)
     shown.report("strategy_resumed", round=4)
     shown.display.close()
