@@ -53,12 +53,12 @@ def ours() -> dict[str, Call]:
 
 
 def bare() -> dict[str, Call]:
-    from flower_gpu.calls import leased_worker
+    from flower_gpu.calls import grants
     from flower_gpu.workers import caller as worker
     from flower_gpu.workers.call import Call as WorkerCall
 
     def hold(*args: Any) -> Any:
-        prepared = WorkerCall(f"{_WORK}:hold", args, setup=leased_worker.SETUP, label="bare hold")
+        prepared = WorkerCall(f"{_WORK}:hold", args, setup=grants.SETUP, label="bare hold")
         return worker.run(prepared, _START_METHOD)
 
     return {"hold": hold}

@@ -1,50 +1,18 @@
-"""The environment variables of one worker: its visible GPUs, and the limits of its allocators."""
+"""Environment variables of processes with leases: fixed ones, and the visible GPUs under Ray."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
-from flower_gpu import frameworks, standard_streams
-from flower_gpu.frameworks.framework import Cap, Rule
-from flower_gpu.gpu import guard, mps
-from flower_gpu.leases.lease import VARIABLE, Lease
+from flower_gpu import standard_streams
+from flower_gpu.frameworks.framework import Rule
 
 _RAYLET = "RAY_RAYLET_PID"  # variable that Ray sets in each of its worker processes
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker with this lease. Without a lease, the worker sees no GPU.
-
-    They are set on top of ``environ``. The user's own allocator settings in it still apply, and so does a
-    smaller cap.
-
-    Raises ConfigError if the user's own cap is no number.
-    """
-    if lease is None:
-        return {_VISIBLE: "", VARIABLE: "", **guard.environment(())}
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        _VISIBLE: ",".join(share.uuid for share in lease.shares),
-        VARIABLE: lease.to_text(),
-        **guard.environment(share.device_files for share in lease.shares),
-        **mps.limits(lease.processors, max(share.memory_bytes for share in lease.shares), environ),
-        **frameworks.environment(caps_of(lease), environ),
-    }
-
-
-def caps_of(lease: Lease) -> list[Cap]:
-    """Return the limit of allocators on each GPU of a lease.
-
-    If the driver caps the worker, CUDA shows the cap as the total memory of the GPU.
-    """
-    return [
-        Cap(share.cap_bytes, share.memory_bytes if lease.by_driver else share.total_bytes)
-        for share in lease.shares
-    ]
 
 
 def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
@@ -66,6 +34,15 @@ def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
     # Without the variable of Ray, workers of this process do not repeat the query.
     others = {name: value for name, value in environ.items() if name not in (_VISIBLE, _RAYLET)}
     return others | {name: value for name, value in variables.items() if name == _VISIBLE}
+
+
+def kept(variables: Iterable[str]) -> dict[str, Rule]:
+    """Return rules that keep these variables at their present values, as far as they are set."""
+    return {name: partial(_value, os.environ[name]) for name in variables if name in os.environ}
+
+
+def _value(value: str, _: str) -> str:
+    return value
 
 
 @contextmanager

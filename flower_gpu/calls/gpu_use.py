@@ -1,9 +1,8 @@
-"""A worker's GPU memory, from the figures of its allocator, of the driver and of its ranks."""
+"""A worker's GPU memory, from the figures of its allocator and of the driver."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES, Measured
 from flower_gpu.leases.lease import Share
-from flower_gpu.workers import events
 
 if TYPE_CHECKING:
     from flower_gpu.frameworks.framework import Figures
@@ -112,64 +110,12 @@ class Use:
         }
 
 
-class RankFigures:
-    """Collects the figures of ranks, which each have their own GPU. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._used: dict[str, int] = {}
-        self._gpus: dict[str, dict[str, Any]] = {}
-        self._with_cuda: set[int] = set()
-        self._ran_out = False
-
-    def take(self, rank: int, event: Mapping[str, Any]) -> bool:
-        """Handle an event of a rank. Return True if it is about a GPU or needs no other handling."""
-        kind = event.get("event")
-        fields = {key: value for key, value in event.items() if key != "event"}
-        with self._lock:
-            if kind == "gpu_used":
-                self._used.update(fields["used"])
-            elif kind == "gpu_memory":
-                self._gpus.update({gpu["uuid"]: gpu for gpu in fields["gpus"]})
-                if fields["cuda"]:
-                    self._with_cuda.add(rank)
-            elif kind == "cuda_started":
-                if not self._with_cuda:
-                    # CUDA starts for the call when it starts in the first rank.
-                    events.send("cuda_started")
-                self._with_cuda.add(rank)
-            elif kind == "out_of_memory":
-                if not self._ran_out:
-                    events.send("out_of_memory", **fields, rank=rank)
-                self._ran_out = True
-            elif kind == "no_cuda":
-                events.send("no_cuda", **fields)
-            else:
-                return kind in ("task_started", "worker_result")
-        return True
-
-    def used(self) -> dict[str, int]:
-        """Return the bytes that ranks use, by UUID of the GPU."""
-        with self._lock:
-            return dict(self._used)
-
-    def gpu(self, uuid: str) -> dict[str, Any] | None:
-        """Return the ``gpu_memory`` figures that a rank has sent for a GPU, or None."""
-        with self._lock:
-            return self._gpus.get(uuid)
-
-    @property
-    def is_on_cuda(self) -> bool:
-        """True if a rank has used CUDA."""
-        return bool(self._with_cuda)
-
-
 @dataclass
 class ThisWorker:
     """The state that this worker process keeps from one call to the next."""
 
     uses: dict[str, Use] = field(default_factory=dict)  # measurements of earlier calls, by UUID
-    ranks: RankFigures | None = None  # figures of the current call's ranks, or None without ranks
+    has_ranks: bool = False  # True if ranks of the current call report its GPUs
 
 
 THIS_WORKER: Final = ThisWorker()

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.calls import gpu_use, notices
+from flower_gpu.calls.grants import driver_cap
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import (
     ConfigError,
@@ -19,7 +20,7 @@ from flower_gpu.errors import (
     LeaseError,
     LeaseTimeoutError,
 )
-from flower_gpu.gpu import driver_cap, inventory, policy
+from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flower_gpu.calls.settings import GPUSettings
-from flower_gpu.errors import GPUUnavailableError, text_of
+from flower_gpu.errors import GPUUnavailableError
 from flower_gpu.gpu import cuda_version, inventory
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.lease import Lease, LeaseRequest, Share
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.wording import describe
-from flower_gpu.options import GPU_GUARD, USE_GPU
+from flower_gpu.options import USE_GPU
 from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events
 
@@ -48,19 +48,6 @@ def say_out_of_memory(text: str, figures: str) -> None:
         say(f"{figures}. For later calls, these figures are in the trace, and in the log with -v")
     else:
         say(figures, logging.DEBUG)
-
-
-def say_no_guard(reason: str, *, is_expected: bool) -> None:
-    """Log once that the kernel does not keep calls from GPUs of other leases.
-
-    ``is_expected``: True if this host has no guard at all, or the user runs calls in a way without a guard.
-    Then the line is not a warning.
-    """
-    text = f"no GPU guard: calls can use any GPU of this host ({reason})"
-    if is_expected:
-        say_once(text, logging.INFO)
-    else:
-        say_once(f"{text}. --gpu-guard require ({GPU_GUARD.variable}) refuses such calls")
 
 
 def say_why_no_cuda(lease: Lease, event: Mapping[str, Any]) -> None:
@@ -117,15 +104,6 @@ def refused(label: str, lease: Lease) -> GPUUnavailableError:
     return GPUUnavailableError(
         f"{label}: CUDA refused GPU {share.index} ({share.name}) as busy or unavailable. Its compute "
         f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
-    )
-
-
-def faulted(label: str, lease: Lease, error: BaseException) -> GPUUnavailableError:
-    """Return the error of a call that failed because the MPS server of its GPU ended."""
-    return GPUUnavailableError(
-        f"{label}: a fault on GPU {lease.shares[0].index} has ended all calls that this run had there, as "
-        "they share it by one MPS server (--mps). Another call may have caused it: without --mps, only that "
-        f"call would fail. {text_of(error)}"
     )
 
 

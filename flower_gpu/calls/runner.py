@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_gpu import standard_streams
-from flower_gpu.calls import environment, leasing
+from flower_gpu.calls import environment, grants, leasing
 from flower_gpu.calls.leasing import Leasing
 from flower_gpu.calls.settings import CallSettings, call_settings, split
 from flower_gpu.calls.tries import SERVER, Tries, Workers
-from flower_gpu.errors import ConfigError
 from flower_gpu.leases.footprint_rule import ShapedArray, key_of
 from flower_gpu.options import OnOomWord, PolicyWord, StartMethodWord
-from flower_gpu.workers import methods
 from flower_gpu.workers.call import Task, task_key, task_name
 
 
@@ -58,21 +56,21 @@ def run_call(
         server_round = _round_in(config or {})
     workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
-    call = Tries(task, args, kwargs or {}, settings, label, fields, workers, by_name, clients)
     # The environment is not copied, because reading all of it would take a good part of a short call.
     environ = ChainMap(dict(settings.worker.env), environment.without_ray(os.environ))
+    call = Tries(task, args, kwargs or {}, settings, environ, label, fields, workers, by_name, clients)
     if leasing.is_worker():
         # A worker that starts another worker shares its lease with it, if it has one.
-        return call.once(environment.of_worker(leasing.of_this_process(), environ))
+        return call.sharing(leasing.of_this_process())
     # Impossible settings are refused before the call waits for a lease.
     call.workers.choose(settings.worker.start_method)
-    _check_confined(settings)
+    grants.refuse(settings)
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     sizes = {**settings.gpu.run_config, **(config or {})}
     key = key_of(f"{name or task_key(task)} {kind}", arrays, sizes)
     uuids = decision.uuids if decision.on_gpu else ()
     leases = Leasing(settings.gpu, uuids, label, key, call.fields, settings.host)
-    return call.run(leases, environ)
+    return call.run(leases)
 
 
 def run_in_worker(
@@ -130,26 +128,6 @@ def run_in_worker(
         arrays=arrays,
         by_name=isinstance(task, str),
     )
-
-
-def _check_confined(settings: CallSettings) -> None:
-    """Refuse settings that a confined worker cannot have.
-
-    Raises ConfigError if the call has such settings.
-    """
-    if settings.worker.confinement is None:
-        return
-    if settings.gpu.request.count > 1:
-        raise ConfigError(
-            "--confine allows one GPU for a call: ranks on several GPUs connect by TCP, which is refused. "
-            "Ask for one (num-gpus=1), or run this app without --confine"
-        )
-    method = settings.worker.start_method
-    if method not in ("auto", methods.FORKSERVER.name, methods.SPAWN.name):
-        raise ConfigError(
-            f"start_method={method!r} cannot be used with --confine: the worker would have the memory and "
-            "the open files of its caller. Remove it, or use 'forkserver' or 'spawn'"
-        )
 
 
 def _round_in(config: Mapping[str, Any]) -> int | None:

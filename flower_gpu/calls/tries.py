@@ -19,39 +19,32 @@ would stay in memory, and the frame of the retry would refer to itself.
 
 from __future__ import annotations
 
-import logging
-import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu import files, trace
-from flower_gpu.calls import environment, leased_worker, notices, out_of_memory
+from flower_gpu.calls import grants, notices, out_of_memory
+from flower_gpu.calls.grants.grant import Terms
 from flower_gpu.calls.leasing import Leasing, is_worker
-from flower_gpu.calls.settings import CallSettings, WorkerSettings
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.calls.worker_report import ProgressDisplay, WorkerReport
-from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError
-from flower_gpu.frameworks.out_of_memory import says_device_is_busy, says_fault
-from flower_gpu.gpu import driver_cap, guard, mps
+from flower_gpu.errors import (
+    GPUOutOfMemoryError,
+    GPUUnavailableError,
+    LeaseTimeoutError,
+    WorkerDiedError,
+    text_of,
+)
+from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.leases.lease import Lease, LeaseRequest
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.options import (
-    CALL,
-    CONFINED_VARIABLE,
-    DEADLINE_VARIABLE,
-    GPU_CAP,
-    RANKS_VARIABLE,
-)
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events, own_process, threads
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, Task
 from flower_gpu.workers.methods import StartMethod
-
-if TYPE_CHECKING:
-    from flower_gpu.workers.confinement import Confinement
 
 #: Name of calls that no client makes: server-side evaluation, initial weights.
 SERVER: Final = "server"
@@ -98,6 +91,7 @@ class Tries:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     settings: CallSettings
+    environ: Mapping[str, str]  # environment variables of this process and of the call
     label: str
     fields: Mapping[str, Any]
     workers: Workers
@@ -108,7 +102,7 @@ class Tries:
     memory_bytes: int = 0  # peak of the latest worker's main memory, as far as known
     was_killed: bool = False  # True if the latest worker died; it may have needed more memory
 
-    def run(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+    def run(self, leasing: Leasing) -> Any:
         """Return the result of the call, which runs under a lease.
 
         If the kernel killed the worker because main memory ran out, the call is tried again with all main
@@ -116,7 +110,7 @@ class Tries:
         """
         run_once = self._on_gpu if leasing.uuids else self._on_cpu
         try:
-            return run_once(leasing, environ)
+            return run_once(leasing)
         except WorkerDiedError as error:
             if not error.is_out_of_memory or not self._may_have_more_memory(leasing):
                 raise
@@ -125,7 +119,7 @@ class Tries:
             killed = error.with_traceback(None)
         notices.say(f"{reason}\nIt is retried with all the main memory that can be leased")
         try:
-            return run_once(replace(leasing, asks_for_all_memory=True), environ)
+            return run_once(replace(leasing, asks_for_all_memory=True))
         except LeaseTimeoutError as late:
             raise LeaseTimeoutError(f"{reason}\nThen {late}") from killed
         except WorkerDiedError as error:
@@ -144,7 +138,7 @@ class Tries:
         is_counted = leasing.host.is_leased and self.workers.learns_memory
         return is_counted and self.settings.gpu.on_oom != "fail"
 
-    def _on_gpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+    def _on_gpu(self, leasing: Leasing) -> Any:
         """Return the result of the call on a GPU. If its memory runs out, try again with another lease."""
         requests = [leasing.settings.request]
         what, text, ran_out = "", "", None
@@ -161,16 +155,16 @@ class Tries:
                     break
                 is_done = False
                 try:
-                    value = self._under(lease, ticket, environ)
+                    value = self._under(lease, ticket)
                     is_done = True
                     return value
                 except Exception as error:
                     out = self.events.get("out_of_memory")
                     if out is None and says_device_is_busy(error):
                         raise notices.refused(self.label, lease) from error
-                    if out is None and mps.is_of_run(environ) and says_fault(error):
+                    if out is None and (fault := grants.fault(error, lease, self.environ)):
                         self.workers.end_idle()
-                        raise notices.faulted(self.label, lease, error) from error
+                        raise GPUUnavailableError(f"{self.label}: {fault}. {text_of(error)}") from error
                     if out is None:
                         raise
                     leasing.learn_at_least(out, lease)
@@ -194,18 +188,13 @@ class Tries:
             if following is None:
                 break
             requests.append(following)
-        return self._on_cpu(replace(leasing, uuids=()), environ)
+        return self._on_cpu(replace(leasing, uuids=()))
 
-    def _on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+    def _on_cpu(self, leasing: Leasing) -> Any:
         """Return the result of the call without a GPU, with a lease on cores and main memory."""
-        without_gpu = environment.of_worker(None, environ)
         with self.workers.hold_cores(leasing) as lease_and_ticket:
             try:
-                if lease_and_ticket is None:
-                    return self.once(without_gpu)
-                lease, ticket = lease_and_ticket
-                with files.passed_on(ticket.descriptor):
-                    return self.once(without_gpu, ticket, lease)
+                return self._once(*lease_and_ticket or (None, None))
             finally:
                 leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
 
@@ -227,60 +216,42 @@ class Tries:
             f"(gpu_memory=, num_gpus=){cpu}"
         )
 
-    def _under(self, lease: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
+    def _under(self, lease: Lease, ticket: Ticket) -> Any:
         try:
-            lease = replace(lease, by_driver=self._by_driver(lease), compute=self.settings.gpu.compute)
-            with files.passed_on(ticket.descriptor):
-                return self.once(environment.of_worker(lease, environ), ticket, lease)
+            return self._once(grants.adjust(lease, self.settings, self._chosen()), ticket)
         finally:
             if "no_cuda" in self.events:
                 notices.say_why_no_cuda(lease, self.events["no_cuda"])
             if "lacks" in self.events:
                 notices.say_once(str(self.events["lacks"]["text"]))
 
-    def _by_driver(self, lease: Lease) -> bool:
-        if self._chosen().is_own_process:
-            uuids = tuple(share.uuid for share in lease.shares)
-            is_used = driver_cap.is_used(uuids, os.environ)
-            notices.say_once(driver_cap.describe(uuids, os.environ), logging.INFO)
-            return is_used
-        if GPU_CAP.resolve(None, os.environ) == "driver":
-            raise driver_cap.required("this call has no worker of its own")
-        return False
+    def sharing(self, lease: Lease | None) -> Any:
+        """Return the result of the call in a worker that shares the lease of this process, if it has one."""
+        return self._once(lease, None)
 
-    def once(
-        self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, lease: Lease | None = None
-    ) -> Any:
+    def _once(self, lease: Lease | None, ticket: Ticket | None) -> Any:
         """Return the result of the call in one worker, which keeps the lock of the ticket, if any."""
-        settings = self.settings.worker
-        confinement = settings.confinement
+        with nullcontext() if ticket is None else files.passed_on(ticket.descriptor):
+            try:
+                return self._run_worker(lease, ticket)
+            except start.ForkInsteadError:
+                self.by_name = False
+            return self._run_worker(lease, ticket)
+
+    def _run_worker(self, lease: Lease | None, ticket: Ticket | None) -> Any:
+        settings, workers = self.settings.worker, self.workers
         self.method = method = self._chosen()
-        if no_guard := guard.why_none(gpu_env, has_worker=method.is_own_process):
-            notices.say_no_guard(no_guard, is_expected=not method.is_own_process)
-        # A number of cores that a call requests overrides the thread settings of this process.
-        takes_over = method.copies_caller or (self.workers.takes_over and self.settings.host.num_cpus is None)
-        count = threads.of_worker(settings.threads, settings.env, takes_over=takes_over)
-        env = {**threads.environment(count, settings.env), **gpu_env, **_confined(confinement)}
-        if self.settings.gpu.request.count > 1 and method.is_own_process:
-            env.update(_for_ranks(settings, self.settings.gpu.request.count))
-        record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
-        if no_guard:
-            record["no_guard"] = no_guard
+        terms = Terms(self.settings, method, self.environ, lease, ticket is None, workers.takes_over)
+        env = grants.environment(terms)
+        record = {**self.fields, "start_method": method.name, **grants.describe(terms, env)}
         if self.settings.client_overrides:
             record["own"] = dict(self.settings.client_overrides)
-        if lease is not None:
-            record["lease" if lease.shares else "cores_lease"] = lease.id
-            if lease.shares:
-                record["cap"] = "driver" if lease.by_driver else "allocator"
-                if mps.is_of_run(os.environ):
-                    record["mps_percentage"] = mps.percentage(lease.processors)
         is_of_server = self.fields["client"] == SERVER
-        display = ProgressDisplay(self.label, record, self.workers.shows_progress, ends_once=is_of_server)
+        display = ProgressDisplay(self.label, record, workers.shows_progress, ends_once=is_of_server)
         # A worker with a GPU reports its memory itself, unless it may not write into the ticket.
-        reports = lease is None or not lease.shares or confinement is not None
+        reports = terms.gpu_lease is None or settings.confinement is not None
         report = WorkerReport(record, display, ticket, lease, reports, self.clients)
         self.events = report.events
-        workers = self.workers
 
         # This function must not refer to self: it is freed later than the arguments should be.
         def on_start(pid: int, used: str) -> None:
@@ -291,13 +262,13 @@ class Tries:
             self.args,
             self.kwargs,
             env=env,
-            setup=leased_worker.SETUP,
+            setup=grants.SETUP,
             label=self.label,
             preload=settings.preload,
             lease_descriptor=-1 if ticket is None else ticket.descriptor,
             log_prefix=_log_prefix(self.fields),
-            confinement=confinement,
-            takes_over=self.workers.takes_over,
+            confinement=settings.confinement,
+            takes_over=workers.takes_over,
         )
         error: BaseException | None = None
         try:
@@ -312,7 +283,7 @@ class Tries:
                     otherwise=self._otherwise(method),
                 )
         except start.ForkInsteadError:
-            self.by_name = False
+            raise
         except BaseException as caught:
             error = caught
             raise
@@ -320,7 +291,6 @@ class Tries:
             report.write_end(error, is_cancelled=workers.is_cancelled)
             self.memory_bytes = report.memory_bytes if workers.learns_memory else 0
             self.was_killed = isinstance(error, WorkerDiedError)
-        return self.once(gpu_env, ticket, lease)
 
     def _chosen(self) -> StartMethod:
         settings = self.settings.worker
@@ -345,25 +315,6 @@ def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManag
     if not method.is_own_process:
         return threads.restored()
     return threads.prepared(own_process.environment(env)) if method.copies_caller else nullcontext()
-
-
-def _confined(confinement: Confinement | None) -> dict[str, str]:
-    """Return the variables that tell a worker its confinement."""
-    if confinement is not None:
-        return confinement.environment()
-    # A worker that a confined worker starts is confined with it. Both run the same app, so the second worker
-    # needs no confinement of its own.
-    return {CONFINED_VARIABLE: ""} if CONFINED_VARIABLE in os.environ else {}
-
-
-def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
-    """Return the settings for a worker that starts one rank for each GPU."""
-    env = {RANKS_VARIABLE: str(num_gpus)}
-    if settings.start_method != "auto":
-        env[CALL["start_method"].variable] = settings.start_method
-    if settings.timeout_s is not None:
-        env[DEADLINE_VARIABLE] = str(time.monotonic() + settings.timeout_s)
-    return env
 
 
 def _log_prefix(fields: Mapping[str, Any]) -> str:

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import trace
-from flower_gpu.calls import notices
+from flower_gpu.calls import grants
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError, text_of
-from flower_gpu.gpu import driver_cap, guard
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers import call_end
@@ -193,7 +191,7 @@ class WorkerReport:
     _traced: set[str] = field(default_factory=set)  # kinds of events that are in the trace
     _base: MainMemory = field(default_factory=MainMemory)  # main memory of the worker at its start
     _peak: MainMemory = field(default_factory=MainMemory)  # peak of each kind of memory since then
-    _used: Mapping[str, int] = field(default_factory=dict)  # GPU memory that a confined worker reports
+    _used: Mapping[str, int] = field(default_factory=dict)  # GPU memory by UUID, if this object reports it
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -238,17 +236,13 @@ class WorkerReport:
         """Handle one event of the worker."""
         kind = str(event.get("event"))
         if kind in _KEPT:
-            self.events[kind] = {key: event[key] for key in event if key != "event"}
+            self._keep(kind, {key: event[key] for key in event if key != "event"})
         elif kind == "gpu_used" and self.ticket is not None:
-            # Only a confined worker sends this, because it cannot write into the ticket.
-            self._used = used_of_lease(event["used"], self.lease)
+            # A confined worker sends this, because it cannot write into the ticket. So do ranks, because the
+            # worker that started them does not know their use.
+            self.reports = True
+            self._used = {**self._used, **used_of_lease(event["used"], self.lease)}
             self.on_look(self.record["pid"])
-        elif kind == "no_guard":
-            self.record["no_guard"] = event["reason"]
-            notices.say_no_guard(event["reason"], is_expected=guard.problem() is not None)
-        elif kind == "driver_cap":
-            shares = self.lease.shares if self.lease is not None else ()
-            driver_cap.register(Path(event["group"]), tuple(share.uuid for share in shares))
         elif kind in _TIMES:
             self._times[_TIMES[kind]] = time.time()
             self._times.update({name: event[name] for name in self._times if name in event})
@@ -262,8 +256,16 @@ class WorkerReport:
             if kind not in self._traced and not event.get("stays"):
                 self._traced.add(kind)
                 trace.write(kind, **_identity(self.record))
-        else:
+        elif not grants.on_event(event, self.lease, self.record):
             self.display.on_event(event)
+
+    def _keep(self, kind: str, fields: dict[str, Any]) -> None:
+        """Keep the fields of an event. Of ranks, each reports its own GPU, and the first error counts."""
+        kept = self.events.setdefault(kind, fields)
+        if kind == "gpu_memory" and kept is not fields:
+            # The worker that started the ranks reports last. Its figures count for GPUs without a rank's.
+            known = {gpu["uuid"] for gpu in kept["gpus"]}
+            kept["gpus"] = [*kept["gpus"], *(gpu for gpu in fields["gpus"] if gpu["uuid"] not in known)]
 
     def write_end(self, error: BaseException | None, *, is_cancelled: bool) -> None:
         """Write the end of the call into the trace, if a worker had begun it."""

@@ -9,8 +9,9 @@ import textwrap
 from collections.abc import Collection, Iterator
 from typing import Any, Final
 
+from flower_gpu.calls.grants import driver_cap
 from flower_gpu.cli.arguments import Command
-from flower_gpu.gpu import driver_cap, inventory
+from flower_gpu.gpu import inventory
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.kinds import SWITCH
 from flower_gpu.options import Option

@@ -16,11 +16,11 @@ from typing import Final
 from flower_gpu import frameworks
 from flower_gpu.apps.app import ConfigValue, parse_pairs
 from flower_gpu.apps.folder import RunFolder
+from flower_gpu.calls.grants import guard
 from flower_gpu.calls.settings import checked_environment, command_settings
 from flower_gpu.cli import confine
 from flower_gpu.cli.arguments import Command, given_calls, is_quiet
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER
 from flower_gpu.launch import ports, supernodes
 from flower_gpu.launch.options import check_node_config, node_config_of

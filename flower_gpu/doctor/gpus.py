@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from flower_gpu.calls.grants import driver_cap
 from flower_gpu.calls.settings import command_settings
 from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import driver_cap, policy
+from flower_gpu.gpu import policy
 from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive, mps_pipes
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes

@@ -110,16 +110,15 @@ def rules(caps: Sequence[Cap], fixed: Container[str]) -> dict[str, Rule]:
 
 
 @contextmanager
-def held_to(caps: Sequence[Cap], on_start: Callable[[], None]) -> Iterator[list[Hold]]:
+def held_to(caps: Sequence[Cap]) -> Iterator[list[Hold]]:
     """Cap each framework within the block, as soon as it is imported.
 
-    ``on_start``: called when a framework starts CUDA, if it can report that.
     Yields a list to which the holds of the frameworks are added.
     """
     holds: list[Hold] = []
 
     def add_hold(framework: Framework, is_new: bool) -> None:
-        if (hold := framework.hold(caps, on_start, is_new=is_new)) is not None:
+        if (hold := framework.hold(caps, is_new=is_new)) is not None:
             holds.append(hold)
 
     try:

@@ -112,10 +112,9 @@ class Framework:
         """Return rules for variables that code in a worker sets. Other ``fixed`` variables stay the same."""
         return {}
 
-    def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
+    def hold(self, caps: Sequence[Cap], *, is_new: bool) -> Hold | None:
         """Apply caps without starting CUDA.
 
-        ``on_start``: called when the framework starts CUDA.
         ``is_new``: True if the framework was imported in this process, with this process's environment.
         """
         return None

@@ -103,9 +103,9 @@ class PyTorch(Framework):
         """Merge the user's settings with the cap."""
         return {name: partial(_with_cap, fraction, name) for name in self.set_by_modules if name in fixed}
 
-    def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
+    def hold(self, caps: Sequence[Cap], *, is_new: bool) -> Hold | None:
         """Cap the allocator as soon as CUDA starts."""
-        hold = pytorch_memory.AllocatorHold(caps, on_start)
+        hold = pytorch_memory.AllocatorHold(caps)
         hold.apply()
         # A PyTorch that was imported earlier may have read the environment of the fork server or the client.
         if not is_new:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, Final
 
@@ -52,10 +52,9 @@ _active: list[AllocatorHold] = []  # holds that have set a cap in this process
 class AllocatorHold(Hold):
     """The cap on PyTorch's allocator."""
 
-    def __init__(self, caps: Sequence[Cap], on_start: Callable[[], None]) -> None:
+    def __init__(self, caps: Sequence[Cap]) -> None:
         self._caps = caps
         self._fraction = fraction_of(caps)
-        self._on_start = on_start
         self._is_awaited = False
         self._previous: str | None = None  # settings to restore
         self._fractions: dict[int, float] = {}
@@ -104,7 +103,6 @@ class AllocatorHold(Hold):
         if self._is_awaited:
             self._is_awaited = False
             ANSWERS.count_leased(False)
-            self._on_start()
         self.follow_settings()
         of_user = users_fraction(self._fraction, os.environ)
         _active.append(self)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flower_gpu import standard_streams
@@ -87,8 +87,8 @@ class TensorFlow(Framework):
         """Let the memory grow on demand, up to the limit of :meth:`hold`."""
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
-    def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
-        """Apply caps as soon as TensorFlow looks for GPUs. ``on_start`` is never called."""
+    def hold(self, caps: Sequence[Cap], *, is_new: bool) -> Hold | None:
+        """Apply caps as soon as TensorFlow looks for GPUs."""
         try:
             return hold_to(caps)
         except (ImportError, AttributeError) as error:  # private names have moved in this release

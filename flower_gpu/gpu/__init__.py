@@ -2,7 +2,6 @@
 
 ``nvml`` calls NVIDIA's management library, in a thread of its own (``nvml_thread``) because a driver may
 hang. ``inventory`` lists the GPUs (``gpus``), including broken GPUs and MIG devices. ``policy`` decides which
-GPUs a call may use, from the node's settings and the server's request. ``guard`` denies workers the device
-files (``device_files``) of other GPUs. ``driver_cap`` and ``mps`` let the driver enforce leases. Only ``mps``
-starts CUDA.
+GPUs a call may use, from the node's settings and the server's request. ``device_files`` lists the files by
+which processes reach GPUs. No module starts CUDA.
 """

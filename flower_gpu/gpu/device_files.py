@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from flower_gpu.options import GUARDED_VARIABLE
+from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD, GUARDED_VARIABLE
 
 _DEV: Final = Path("/dev")
 _DRM: Final = Path("/sys/class/drm")
@@ -28,6 +28,8 @@ CONTROL: Final = _DEV / "nvidiactl"
 MEMORY: Final = _DEV / "nvidia-uvm"
 #: Device files that CUDA needs in addition to the files of its GPUs.
 SHARED: Final = tuple(map(str, (CONTROL, MEMORY, _DEV / "nvidia-uvm-tools")))
+#: Value of the variable with a worker's device files if those of one of its GPUs are unknown
+EVERYTHING: Final = "*"
 
 
 def of_card(minor: int, bus_id: str | None) -> tuple[str, ...]:
@@ -77,6 +79,20 @@ def of_host(environ: Mapping[str, str]) -> list[str]:
             paths += [entry.path for entry in entries if _is_nvidia_node(entry.name)]
     paths += [str(mount_point) for root, mount_point in mounts if Path(root).name.startswith("nvidia")]
     return list(dict.fromkeys(paths))
+
+
+def are_limited(environ: Mapping[str, str]) -> bool:
+    """Return True if a worker with this environment may not open the device files of all GPUs."""
+    has_files = environ.get(DEVICES_VARIABLE, EVERYTHING) != EVERYTHING
+    return has_files and GPU_GUARD.resolve(None, environ) != "off"
+
+
+def granted(environ: Mapping[str, str]) -> list[str]:
+    """Return the device files that a worker with this environment may open."""
+    if not are_limited(environ):
+        return of_host(environ)
+    files = [path for path in environ[DEVICES_VARIABLE].split(os.pathsep) if path]
+    return [*files, *SHARED] if files else []
 
 
 def _second_mounts() -> Iterator[tuple[str, Path]]:

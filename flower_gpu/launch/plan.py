@@ -14,8 +14,8 @@ from flower_gpu.apps.app import NUM_CLIENTS_KEY, NUM_ROUNDS_KEY, ConfigValue, Fl
 from flower_gpu.apps.app_imports import mentions
 from flower_gpu.apps.dependencies import missing_packages_note
 from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
+from flower_gpu.calls.grants import guard
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import guard
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,

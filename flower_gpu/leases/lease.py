@@ -77,15 +77,8 @@ class Lease:
     alone: bool = False  # no other lease may be on these GPUs at the same time
     ticket: str = ""  # path of the ticket, for the reports of the worker
     by_driver: bool = False  # the driver caps the worker, in a control group of its own
-    # Requested fraction of the GPU's processors; None for the same fraction as of the memory
+    # Requested fraction of each GPU's processors (SMs), up to 1; None for the same fraction as of the memory
     compute: float | None = None
-
-    @property
-    def processors(self) -> float:
-        """Fraction of each GPU's processors (SMs) for the worker under MPS, up to 1."""
-        if self.compute is not None:
-            return self.compute
-        return 1.0 if self.alone else max(share.memory_bytes / share.total_bytes for share in self.shares)
 
     def to_text(self) -> str:
         """Return the lease as a value of :data:`VARIABLE`."""

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, overload
 
 from flower_gpu.calls import notices
+from flower_gpu.calls.grants import ranks
 from flower_gpu.kinds import COUNT, SECONDS
 from flower_gpu.ranks import run
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
@@ -46,9 +47,9 @@ class Distributed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function: in ranks if the call has several GPUs, otherwise in this process."""
-        count = run.rank_count()
+        count = ranks.count()
         if count == 1:
-            if self.num_gpus is not None and self.num_gpus > 1 and run.is_asked_for_one():
+            if self.num_gpus is not None and self.num_gpus > 1 and ranks.is_asked_for_one():
                 notices.say_once(
                     f"{self.__name__} is for {self.num_gpus} GPUs, but its call has asked for one: the "
                     "client has the function's name only, and does not know its num_gpus. Give "

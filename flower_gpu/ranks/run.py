@@ -13,16 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from flower_gpu.calls import environment, leased_worker, leasing
-from flower_gpu.calls.gpu_use import THIS_WORKER, RankFigures
+from flower_gpu.calls import grants, leasing
+from flower_gpu.calls.gpu_use import THIS_WORKER
+from flower_gpu.calls.grants.ranks import OF_RANK, remaining_s
 from flower_gpu.errors import WorkerError
 from flower_gpu.leases.lease import Lease, Share
-from flower_gpu.options import CALL, DEADLINE_VARIABLE, DEVICES_VARIABLE, RANKS_VARIABLE
+from flower_gpu.options import CALL, DEVICES_VARIABLE
 from flower_gpu.ranks import results
 from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_stale_nccl_sockets
 from flower_gpu.ranks.results import End
 from flower_gpu.workers import caller as worker
-from flower_gpu.workers import events, methods, own_process, threads
+from flower_gpu.workers import events, methods, threads
 from flower_gpu.workers.call import Call, Task
 from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.own_process import facts
@@ -34,30 +35,8 @@ RANK_TASK: Final = "flower_gpu.ranks.rank:main"
 # Seconds to wait for the other ranks' errors after a rank that blames others. A lost rank makes the others
 # fail, and their errors may arrive first.
 _GRACE_S = 1.0
-# Ranks are ended before the time limit of their call, so that they can report where they were: this many
-# seconds, or this fraction of the remaining time if it is less.
-_MARGIN_S = 2.0
-_MARGIN = 0.1
-
-
-def rank_count() -> int:
-    """Return the number of ranks for a distributed function in this process.
-
-    There is one for each GPU of the lease. On the CPU, there is one for each requested GPU, so that the
-    result is the same. Outside of workers, and in a call that runs in its caller's process, the number is 1.
-    """
-    if own_process.is_inside() or not leasing.is_worker():
-        return 1
-    lease = leasing.of_this_process()
-    if lease is not None and lease.shares:
-        return len(lease.shares)
-    return int(os.environ.get(RANKS_VARIABLE) or 1)
-
-
-def is_asked_for_one() -> bool:
-    """Return True if this is the worker of a call that requests one GPU or a share of one."""
-    has_no_worker = own_process.is_inside() or not leasing.is_worker()
-    return not has_no_worker and RANKS_VARIABLE not in os.environ
+# Events of a rank about its GPU, which the caller combines
+_OF_GPU: Final = ("gpu_used", "gpu_memory", "no_cuda")
 
 
 def run(
@@ -81,8 +60,8 @@ def run(
     """
     lease = leasing.of_this_process()
     shares = lease.shares if lease is not None and lease.shares else (None,) * count
-    # Stays set after the ranks have ended, because the worker reports the figures at the end of the call.
-    THIS_WORKER.ranks = figures = RankFigures()
+    # Stays set after the ranks have ended, because their figures count until the end of the call.
+    THIS_WORKER.has_ranks = True
     with meeting_place() as place:
         calls = [
             _call(
@@ -95,7 +74,7 @@ def run(
             for rank, share in enumerate(shares)
         ]
         try:
-            values = _run_all(calls, figures)
+            values = _run_all(calls)
         finally:
             remove_stale_nccl_sockets()
     return merged(values)
@@ -116,17 +95,17 @@ def _call(
         task,
         (rendezvous, *rest),
         env={
-            **threads.environment(max(1, threads_of_all // count), {}),
-            **environment.of_worker(lease_of_rank, os.environ),
+            **threads.environment(max(1, threads_of_all // count)),
+            **grants.of_lease(lease_of_rank, os.environ),
             # The guard allows all GPUs of the lease, because ranks exchange gradients through each other's
             # memory.
             **{name: os.environ[name] for name in (DEVICES_VARIABLE,) if name in os.environ},
             **_network(os.environ),
-            RANKS_VARIABLE: "1",
+            **OF_RANK,
             # PyTorch would choose its GPU by the LOCAL_RANK of the program that has started the client.
             **({"LOCAL_RANK": "0"} if "LOCAL_RANK" in os.environ else {}),
         },
-        setup=leased_worker.SETUP,
+        setup=grants.SETUP,
         label=f"rank {rank} of {count}" + (f" (GPU {share.index})" if share is not None else ""),
         lease_descriptor=facts.lease_descriptor,
         log_prefix=f"{prefix}, rank {rank}: " if prefix else f"rank {rank}: ",
@@ -145,7 +124,7 @@ def _network(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in network.items() if not environ.get(name)}
 
 
-def _run_all(calls: Sequence[Call], figures: RankFigures) -> list[Any]:
+def _run_all(calls: Sequence[Call]) -> list[Any]:
     """Run the calls at the same time and return their values. End all ranks after the first failure."""
     ended: queue.SimpleQueue[End] = queue.SimpleQueue()
     try:
@@ -153,7 +132,7 @@ def _run_all(calls: Sequence[Call], figures: RankFigures) -> list[Any]:
     except OSError as error:
         raise WorkerError(f"cannot start ranks: {error}") from error
     threads_by_rank = [
-        threading.Thread(target=_run_one, args=(rank, call, order, figures, ended), name=call.label)
+        threading.Thread(target=_run_one, args=(rank, call, order, ended), name=call.label)
         for rank, call in enumerate(calls)
     ]
     started: list[threading.Thread] = []
@@ -199,9 +178,7 @@ def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> bo
     return True
 
 
-def _run_one(
-    rank: int, call: Call, order: StopOrder, figures: RankFigures, ended: queue.SimpleQueue[End]
-) -> None:
+def _run_one(rank: int, call: Call, order: StopOrder, ended: queue.SimpleQueue[End]) -> None:
     failure: dict[str, Any] = {}
     value, error = None, None
     # The user's choice, or the fork server, which has the libraries loaded. Never a fork of this worker: its
@@ -211,8 +188,8 @@ def _run_one(
         value = worker.run(
             call,
             method,
-            timeout_s=_remaining_s(),
-            on_event=partial(_on_event, rank, figures, failure),
+            timeout_s=remaining_s(),
+            on_event=partial(_on_event, rank, failure),
             otherwise=methods.SPAWN,
             stopped_by=order,
         )
@@ -221,20 +198,11 @@ def _run_one(
     ended.put(End(rank, call.label, value, error, time.monotonic(), bool(failure.get("of_others"))))
 
 
-def _on_event(rank: int, figures: RankFigures, failure: dict[str, Any], event: dict[str, Any]) -> None:
+def _on_event(rank: int, failure: dict[str, Any], event: dict[str, Any]) -> None:
     kind = event.get("event")
     if kind == "rank_failed":
         failure.update(event)
-    elif figures.take(rank, event):
-        return
-    elif kind == "progress" and rank == 0:
-        events.send("progress", **{key: value for key, value in event.items() if key != "event"})
-
-
-def _remaining_s() -> float | None:
-    """Return the time limit of ranks, a little less than the remaining time of the call, or None."""
-    text = os.environ.get(DEADLINE_VARIABLE)
-    if not text:
-        return None
-    remaining_s = float(text) - time.monotonic()
-    return max(0.001, remaining_s - min(_MARGIN_S, _MARGIN * remaining_s))
+    elif kind == "out_of_memory":
+        events.send(**event, rank=rank)
+    elif kind in _OF_GPU or (kind == "progress" and rank == 0):
+        events.send(**event)

@@ -57,9 +57,9 @@ from flwr.clientapp import ClientApp
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls import leasing, notices
+from flower_gpu.calls.grants import mps
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.gpu import mps
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.clients import settings_of

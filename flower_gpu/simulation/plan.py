@@ -15,9 +15,9 @@ from flwr.serverapp import ServerApp
 
 from flower_gpu.apps.app import FlowerApp, with_rounds
 from flower_gpu.apps.folder import RunFolder, check_same_app, earlier_run
+from flower_gpu.calls.grants import guard
 from flower_gpu.calls.settings import call_settings, split
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard
 from flower_gpu.options import CALL, flag
 from flower_gpu.simulation import determinism
 from flower_gpu.simulation.clients import Clients, overrides_of_app, plain, settings_of

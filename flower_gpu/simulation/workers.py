@@ -43,7 +43,7 @@ from flower_gpu.workers.threads import available_cores, cores
 
 _ROUNDING: Final = 1e-9  # tolerance for quotients such as 2 / 0.1
 # Modules that every worker needs, whatever the app imports
-_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
+_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.grants", "numpy.random")
 _WITHOUT_TORCH: Final = {
     "flwr",
     "numpy",

@@ -22,7 +22,7 @@ from typing import Final
 
 from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard
+from flower_gpu.gpu import device_files
 from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
@@ -149,7 +149,7 @@ def apply(environ: Mapping[str, str]) -> None:
     facts.is_confined = True
     if wanted.venv:
         interpreter.use_environment(wanted.venv)
-    if guard.granted(environ) and not thread_names.can_be_given():
+    if device_files.granted(environ) and not thread_names.can_be_given():
         events.send("lacks", text=_NO_NAMES)
 
 
@@ -213,7 +213,7 @@ def _rights(confinement: Confinement, environ: Mapping[str, str]) -> Iterator[tu
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
         yield path, landlock.LOOK
-    gpus = guard.granted(environ)
+    gpus = device_files.granted(environ)
     for path in (*_DEVICES, *gpus):
         yield path, landlock.DEVICE
     if gpus and (pipes := mps_pipes(environ)):

@@ -82,15 +82,15 @@ def of_worker(planned: int, env: Mapping[str, str], *, takes_over: bool) -> int:
     return _set_in_framework() or planned
 
 
-def environment(count: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` with the variable for ``count`` threads.
+def environment(count: int, env: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the variable for ``count`` threads.
 
-    A user's value with the same count is kept, because it may contain more, as in ``"4,2"``.
+    A user's value in ``env`` or in this process with the same count is kept, because it may contain more, as
+    in ``"4,2"``.
     """
     # A ChainMap, because copying the whole environment is slow.
     effective = ChainMap(env, os.environ)  # type: ignore[arg-type]
-    text = effective[VARIABLE] if openmp_threads(effective) == count else str(count)
-    return {**env, VARIABLE: text}
+    return {VARIABLE: effective[VARIABLE] if openmp_threads(effective) == count else str(count)}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

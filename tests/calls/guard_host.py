@@ -12,7 +12,7 @@ from pathlib import Path
 from confined_calls import run_confined
 
 from flower_gpu import errors, run_in_worker
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 
 METHODS = ("forkserver", "spawn", "fork")
 #: The file of kmsg is missing, because it needs a capability of root that a confined worker has dropped.

@@ -9,7 +9,8 @@ from typing import Any
 
 from worker_lines import Caller
 
-from flower_gpu.calls import environment, leased_worker
+from flower_gpu.calls import grants
+from flower_gpu.calls.grants import memory_use
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.lease import Lease, Share
 
@@ -21,7 +22,7 @@ def train(limit_s: float | None = None) -> int:
     import torch
 
     if limit_s is not None:
-        leased_worker._LAST_LOOK_S = inventory._START_S = inventory._ANSWER_S = limit_s
+        memory_use._LAST_LOOK_S = inventory._START_S = inventory._ANSWER_S = limit_s
     torch.ones(8 * MIB, device="cuda")
     return os.getpid()
 
@@ -29,9 +30,9 @@ def train(limit_s: float | None = None) -> int:
 def main(uuid: str) -> None:
     """Run a call in the worker for each line on stdin, and print its pid and its memory figures."""
     share = Share(uuid, 0, "A GPU", 16 << 30, 2 << 30, 1 << 30)
-    env = environment.of_worker(Lease("ab12", (share,)), os.environ)
+    env = grants.of_lease(Lease("ab12", (share,)), os.environ)
     caller = Caller("spawn", without=frozenset())
-    options: dict[str, Any] = {"setup": leased_worker.SETUP, "env": env, "calls": 100, "timeout_s": 100}
+    options: dict[str, Any] = {"setup": grants.SETUP, "env": env, "calls": 100, "timeout_s": 100}
     for line in sys.stdin:
         events: list[dict[str, Any]] = []
         pid = caller.run("last_look_tasks:train", *json.loads(line), on_event=events.append, **options)

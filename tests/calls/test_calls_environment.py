@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from flower_gpu.calls import environment
+from flower_gpu.calls import grants
 from flower_gpu.calls.environment import fixed
 from flower_gpu.leases.lease import Lease, Share
 
@@ -148,7 +148,7 @@ SHARES = tuple(Share(f"GPU-{number}", number, "A GPU", 16 * GIB, 5 * GIB, 4 * GI
 
 def test_a_worker_sees_the_gpus_of_its_lease_in_order() -> None:
     both = Lease("ab12", SHARES)
-    variables = environment.of_worker(both, {})
+    variables = grants.of_lease(both, {})
     assert variables["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
     assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert Lease.from_environment(variables) == both
@@ -156,6 +156,6 @@ def test_a_worker_sees_the_gpus_of_its_lease_in_order() -> None:
 
 
 def test_a_worker_without_a_gpu_sees_no_gpu_and_no_lease() -> None:
-    variables = environment.of_worker(None, {})
+    variables = grants.of_lease(None, {})
     assert variables["CUDA_VISIBLE_DEVICES"] == ""
     assert Lease.from_environment(variables) is None

@@ -333,7 +333,7 @@ def test_evaluation_on_the_server_takes_a_lease(calls_host: CallsHost) -> None:
 
 _INTERRUPTED = """
 from flower_gpu import run_in_worker
-from flower_gpu.gpu import driver_cap
+from flower_gpu.calls.grants import driver_cap
 from flower_gpu.leases.ledger import Ledger
 
 def interrupt():

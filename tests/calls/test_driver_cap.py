@@ -125,7 +125,8 @@ STEPS = ("mkdir", "lock", "limit", "join", "stay")
 WORKER = """
 import os, signal, sys
 from pathlib import Path
-from flower_gpu.gpu import driver_cap, inventory
+from flower_gpu.calls.grants import driver_cap
+from flower_gpu.gpu import inventory
 last, uuid = sys.argv[1:]
 
 def then_die(step, function):
@@ -147,7 +148,7 @@ sys.stdin.read()
 SWEEP = """
 import sys
 from pathlib import Path
-from flower_gpu.gpu import driver_cap
+from flower_gpu.calls.grants import driver_cap
 driver_cap.register(Path(sys.argv[1], "one"), ())
 driver_cap.remove_stale()
 """
@@ -187,7 +188,7 @@ def test_a_kill_at_any_step_leaves_no_group(host: Host, last_steps: list[str]) -
 _WORKERS_OF_OTHER_THREADS = """
 import sys
 from flower_gpu import control_group
-from flower_gpu.gpu import driver_cap
+from flower_gpu.calls.grants import driver_cap
 
 root = control_group.unified()[-1]
 count = 0

@@ -15,8 +15,9 @@ from nvml_stub import Host
 from run_programs import run, run_python
 
 from flower_gpu import errors, landlock, trace
+from flower_gpu.calls.grants import guard
 from flower_gpu.cli import main as cli
-from flower_gpu.gpu import device_files, guard
+from flower_gpu.gpu import device_files
 from flower_gpu.workers import confinement
 
 pytestmark = pytest.mark.timeout(180)
@@ -186,7 +187,7 @@ threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 _BESIDE_A_THREAD = """
 import json, logging, os, sys
 from flower_gpu import run_in_worker
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 lines = []
 handler = logging.Handler(logging.WARNING)
 handler.emit = lambda record: lines.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""The grants and restrictions of workers work in combination: each pair occurs in at least one test.
+"""The grants of workers work in combination: each pair of ``grants.ALL`` occurs in at least one test.
 
 ============================== ============ ======= ========= ===== ======= =======
 test                           driver's cap guard   confined  MPS   ranks   reused
@@ -9,7 +9,8 @@ test                           driver's cap guard   confined  MPS   ranks   reus
 ``ranks_of_a_confined_worker``                      refused         refused
 ============================== ============ ======= ========= ===== ======= =======
 
-A confined worker handles one message, so it is never reused.
+All tests also have the other grants: GPUs of a lease, thread counts, and the cap of allocators. A confined
+worker handles one message, so it is never reused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ import cuda_stub
 import pytest
 from driver_cap_host import Host, host_in_group
 
-from flower_gpu.gpu import guard
+from flower_gpu.calls import grants
+from flower_gpu.calls.grants import guard
 from flower_gpu.workers import confinement
 
 pytestmark = [
@@ -34,6 +37,12 @@ pytestmark = [
 ]
 
 FOLDER = Path(__file__).parent
+#: The grants that each test below has together. A new grant has to be tried with all others.
+TOGETHER = {
+    "simulation": "DriverCap GPUGuard ThreadCounts RankGrant MPSShare LeasedGPUs AllocatorCap",
+    "supernode": "DriverCap GPUGuard ConfinementGrant ThreadCounts MPSShare LeasedGPUs AllocatorCap",
+    "ranks_of_a_confined_worker": "ConfinementGrant RankGrant",
+}
 OUT_OF_MEMORY = 2
 ALL_SMS = 132
 
@@ -52,8 +61,15 @@ def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[H
             host.run(sys.executable, "-m", "flower_gpu.cli", "workers", "stop")
 
 
+def test_each_pair_of_grants_is_tried() -> None:
+    pairs = combinations([type(grant).__name__ for grant in grants.ALL], 2)
+    tried = [set(names.split()) for names in TOGETHER.values()]
+    assert [pair for pair in pairs if not any(names.issuperset(pair) for names in tried)] == []
+
+
 def check(report: dict[str, Any], host: Host, *, sms: int) -> None:
-    """Check that the driver has capped the process, and that the guard has kept it from other GPUs."""
+    """Check that each grant is in force in a process with one GPU."""
+    assert (report["gpus"], report["is_capped"], report["has_threads"]) == (1, True, True)
     assert report["opened"] == "PermissionError"
     assert report["malloc"] == OUT_OF_MEMORY
     assert report["sms"] == sms

@@ -44,6 +44,9 @@ def look(other: str, notes: str = "") -> dict[str, Any]:
         "pid": os.getpid(),
         "opened": opened,
         "malloc": code,
+        "gpus": torch.cuda.device_count(),
+        "is_capped": float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1,
+        "has_threads": torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"]),
         "sms": torch.cuda.get_device_properties(0).multi_processor_count,
         "group": Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip(),
     }

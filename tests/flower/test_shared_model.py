@@ -16,7 +16,7 @@ from array_records import arrived_from, record
 from flwr.common import Array, ArrayRecord
 
 from flower_gpu import run_in_worker
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 from flower_gpu.workers import memory_files, transport
 
 pytestmark = [

@@ -56,7 +56,7 @@ def test_an_unknown_tensorflow_is_used_without_a_cap(
     for name in [name for name in sys.modules if name.startswith("tensorflow.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(frameworks, "ALL", (TensorFlow(),))
-    with frameworks.held_to([Cap(2, 4)], lambda: None) as holds:
+    with frameworks.held_to([Cap(2, 4)]) as holds:
         assert holds == []
     assert "this TensorFlow is not limited to its lease" in capsys.readouterr().err
 

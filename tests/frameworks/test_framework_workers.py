@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from phases import without_phases
 
-from flower_gpu.calls import environment, leased_worker
+from flower_gpu.calls import grants
 from flower_gpu.errors import WorkerStartError, WorkerTaskError
 from flower_gpu.frameworks import jax
 from flower_gpu.leases.lease import Lease, Share
@@ -62,11 +62,9 @@ def call(
     """Run a task in a worker that is set up for its lease. Returns the result and the events."""
     shares = (Share(f"GPU-{i}", i, "A", 16 * GIB, 5 * GIB, CAP_MIB * 2**20 + 7) for i in range(gpus))
     lease = Lease("ab12", tuple(shares))
-    env |= environment.of_worker(lease, {**os.environ, **env})
+    env |= grants.of_lease(lease, {**os.environ, **env})
     functions = ((f"framework_tasks:{preload}", {}),) if preload else ()
-    prepared = Call(
-        f"framework_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=functions
-    )
+    prepared = Call(f"framework_tasks:{task}", args, {}, env=env, setup=grants.SETUP, preload=functions)
     events: list[dict[str, Any]] = []
     value = worker.run(prepared, method, timeout_s=120, on_event=without_phases(events))
     return value, events
@@ -159,8 +157,8 @@ def test_workers_draw_different_random_numbers(learned: None) -> None:
 
 def test_running_out_of_memory_is_reported_as_an_event(learned: None) -> None:
     events: list[dict[str, Any]] = []
-    env = environment.of_worker(Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ)
-    prepared = Call("framework_tasks:tensorflow_out_of_memory", env=env, setup=leased_worker.SETUP)
+    env = grants.of_lease(Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ)
+    prepared = Call("framework_tasks:tensorflow_out_of_memory", env=env, setup=grants.SETUP)
     with pytest.raises(WorkerTaskError, match="ResourceExhaustedError: OOM when allocating"):
         worker.run(prepared, "forkserver", timeout_s=120, on_event=without_phases(events))
     (out_of_memory,) = (event for event in events if event["event"] == "out_of_memory")

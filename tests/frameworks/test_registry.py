@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Toy(Framework):
     def cap_rules(self, fraction: str, fixed: Container[str]) -> dict[str, Rule]:
         return {"TOY_CAP": lambda text: min(text, fraction)}
 
-    def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold:
+    def hold(self, caps: Sequence[Cap], *, is_new: bool) -> Hold:
         self.held.append((list(caps), is_new))
         held = self.held
 
@@ -127,7 +127,7 @@ def test_a_new_framework_is_used_everywhere(toy: Toy) -> None:
 def test_a_framework_is_held_in_a_block_whenever_it_is_imported(toy: Toy, is_new: bool) -> None:
     if not is_new:
         import_module("toy_framework")
-    with frameworks.held_to([Cap(4, 16)], lambda: None):
+    with frameworks.held_to([Cap(4, 16)]):
         assert bool(toy.held) is not is_new
         import_module("toy_framework")
         assert toy.held == [([Cap(4, 16)], is_new)]

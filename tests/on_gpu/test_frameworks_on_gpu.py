@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flower_gpu.calls import environment, leased_worker
+from flower_gpu.calls import grants
 from flower_gpu.errors import WorkerTaskError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.gpus import GPU
@@ -53,9 +53,9 @@ def call(task: str, method: str, gpu: GPU, *args: Any) -> tuple[Any, dict[str, d
     """Run a task in a worker with a lease. Return its result or error, and the last event of each kind."""
     assert gpu.total_bytes is not None
     share = Share(gpu.uuid, gpu.index, gpu.name, gpu.total_bytes, CAP + CONTEXT, CAP)
-    env = environment.of_worker(Lease("test", (share,)), os.environ)
+    env = grants.of_lease(Lease("test", (share,)), os.environ)
     events: dict[str, dict[str, Any]] = {}
-    prepared = Call(f"framework_gpu_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP)
+    prepared = Call(f"framework_gpu_tasks:{task}", args, {}, env=env, setup=grants.SETUP)
     try:
         value = worker.run(
             prepared, method, timeout_s=300, on_event=lambda event: events.update({event["event"]: event})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flower_gpu import run_in_worker
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 from flower_gpu.gpu.gpus import GPU
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path

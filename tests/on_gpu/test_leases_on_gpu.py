@@ -15,8 +15,8 @@ import pytest
 from gpu_hosts import SAME
 
 from flower_gpu import run_in_worker, trace
+from flower_gpu.calls.grants import driver_cap
 from flower_gpu.errors import GPUOutOfMemoryError
-from flower_gpu.gpu import driver_cap
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, needed_bytes

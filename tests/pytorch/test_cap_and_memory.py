@@ -33,7 +33,7 @@ def settings_during_and_after(parsed_before, version, environ):
         torch._C._accelerator_setAllocatorSettings(parsed_before)
     if version is not None:
         torch.__version__ = version
-    hold = pytorch_memory.AllocatorHold([Cap(4 << 30, 16 << 30)], lambda: None)
+    hold = pytorch_memory.AllocatorHold([Cap(4 << 30, 16 << 30)])
     hold.apply()
     try:
         hold.follow_settings()

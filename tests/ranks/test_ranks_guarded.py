@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flower_gpu import GPUClient, run_in_worker
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 
 pytestmark = [
     pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem())),

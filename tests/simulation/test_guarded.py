@@ -13,7 +13,7 @@ import pytest
 from simulations import TIMEOUT_S, command
 from stub_host import StubHost
 
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 
 pytestmark = pytest.mark.timeout(240)
 needs_guard = pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem()))

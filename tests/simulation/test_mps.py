@@ -18,7 +18,8 @@ from shared_servers import SHARED_STATE
 from waiting import until
 
 from flower_gpu import trace
-from flower_gpu.gpu import mps
+from flower_gpu.calls.grants import mps
+from flower_gpu.leases.lease import Lease
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -128,6 +129,6 @@ def test_a_share_differs_from_no_share(whole: int, part: int, group: int) -> Non
 
 @given(share=st.floats(0.01, 1))
 def test_shares_are_at_least_as_large_as_requested(share: float) -> None:
-    part = mps.percentage(share)
+    part = mps._percentage(Lease("ab12", (), compute=share))
     assert 1 <= part <= 100 and part >= 100 * share - 1e-9
     assert part < 100 * share + 1 + 1e-9 or share > 0.95

@@ -17,7 +17,7 @@ from forkservers import Client, only_server, until_only
 from processes import SUPERVISED, is_running, wait_until
 
 from flower_gpu import landlock, run_in_worker
-from flower_gpu.calls import leased_worker
+from flower_gpu.calls import grants
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.workers import state_folder, thread_names
 from flower_gpu.workers.call import Call
@@ -259,7 +259,7 @@ def test_no_app_runs_if_it_could_read_the_state_folder(
     call = Call(
         "tasks_forkserver:server",
         env=confinement.environment(),
-        setup=leased_worker.SETUP,
+        setup=grants.SETUP,
         label="test",
         confinement=confinement,
     )

@@ -113,7 +113,7 @@ class TestLibraries:
 
     def test_modules_of_an_editable_install_of_this_package_are_learned(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
-            assert caller.call("tasks_forkserver:uses", "flower_gpu.calls.leased_worker") == [True]
+            assert caller.call("tasks_forkserver:uses", "flower_gpu.calls.grants") == [True]
             server = only_server()
             assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.fields") == [False]
             assert until_only(lambda status: "flower_gpu" in status.libraries).pid != server.pid

@@ -41,8 +41,9 @@ from flower_gpu import files, trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import INTERVAL_S, described_gpus, look_at_gpus
 from flower_gpu.calls import environment
+from flower_gpu.calls.grants import guard
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard, inventory
+from flower_gpu.gpu import inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation.cluster.models import FetchedModels, PackedMessage
 from flower_gpu.simulation.host import HostInfo, HostReport, Work

@@ -46,7 +46,7 @@ from functools import cache, partial
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.gpu import device_files, guard
+from flower_gpu.gpu import device_files
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, SERVER_IDLE
 from flower_gpu.unkillable import KILLED_S
 from flower_gpu.workers import messages, own_process, threads
@@ -463,7 +463,7 @@ def _connect_or_start(
     name = kind.name(environ)
 
     def start(lock: int) -> None:
-        if guard.is_wanted(os.environ) and device_files.of_host(os.environ):
+        if device_files.are_limited(os.environ) and device_files.of_host(os.environ):
             raise WorkerStartError(
                 "a worker under the GPU guard cannot start a fork server: all workers of the account would "
                 "be limited to the GPUs of this one. Use start_method='spawn' within workers"

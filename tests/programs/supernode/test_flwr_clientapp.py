@@ -22,7 +22,7 @@ from live_processes import is_running
 from nvml_stub import Host
 from waiting import until
 
-from flower_gpu.gpu import guard
+from flower_gpu.calls.grants import guard
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers.forkserver import client, control

@@ -1,8 +1,8 @@
-"""A daemon of NVIDIA's MPS for one run, so that its workers compute on a card at the same time.
+"""Shares of a GPU's processors, by a daemon of NVIDIA's MPS for one run.
 
 Without MPS, the processes on a card take turns. With it, each computes on its part of the card's processors
 (SMs). CUDA finds the daemon through a folder. If it does not find the daemon, it runs without limits and
-without an error, so each worker checks its number of SMs (:func:`check`).
+without an error, so each worker checks its number of SMs.
 
 The module uses version 2 of the daemon's interface. All drivers have it, and clients of version 3 use the
 same variables.
@@ -23,15 +23,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import files, unkillable
+from flower_gpu.calls.grants.grant import Grant, Terms
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.gpus import mps_pipes
+from flower_gpu.leases.lease import Lease
 from flower_gpu.options import MPS_VARIABLE
 from flower_gpu.printable import path_text
+
+if TYPE_CHECKING:
+    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.workers.methods import StartMethod
 
 _log = logging.getLogger("flwr.flower_gpu")
 
@@ -113,47 +120,73 @@ def _running(env: Mapping[str, str], logs: Path) -> Iterator[None]:
             )
 
 
-def is_of_run(environ: Mapping[str, str]) -> bool:
+class MPSShare(Grant):
+    """The share of its GPUs' processors and memory that a worker may use as a client of the run's daemon."""
+
+    def adjust(self, lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
+        """Give the worker the share that the call requests."""
+        return replace(lease, compute=settings.gpu.compute)
+
+    def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
+        """Limit the worker, if its run has a daemon."""
+        if lease is None or not _is_of_run(environ):
+            return {}
+        # The number of a GPU may be the daemon's or the client's number, so all numbers get the limit.
+        numbers = range(len(json.loads(environ[MPS_VARIABLE])))
+        memory_bytes = max(share.memory_bytes for share in lease.shares)
+        memory = ",".join(f"{number}={memory_bytes >> 20}M" for number in numbers)
+        return {_PERCENTAGE: str(_percentage(lease)), _MEMORY: memory}
+
+    def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
+        """Return the percentage of the processors."""
+        if terms.gpu_lease is None or terms.is_shared or not _is_of_run(os.environ):
+            return {}
+        return {"mps_percentage": _percentage(terms.gpu_lease)}
+
+    def fault(self, error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str:
+        """Explain the errors of all calls after one of them has ended the daemon's server for the GPU."""
+        from flower_gpu.frameworks.out_of_memory import says_fault
+
+        if not (_is_of_run(environ) and says_fault(error)):
+            return ""
+        return (
+            f"a fault on GPU {lease.shares[0].index} has ended all calls that this run had there, as they "
+            "share it by one MPS server (--mps). Another call may have caused it: without --mps, only that "
+            "call would fail"
+        )
+
+    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+        """Check that this worker can use no more of its GPU's processors than its share. Starts CUDA.
+
+        Does nothing without a daemon. In a call with ranks, each rank checks its own GPU.
+        Raises GPUUnavailableError if the worker has more than its share, or CUDA does not start.
+        """
+        if lease is not None and len(lease.shares) == 1 and _is_of_run(os.environ):
+            uuid = lease.shares[0].uuid
+            percent = int(os.environ[_PERCENTAGE])
+            whole = json.loads(os.environ[MPS_VARIABLE])[uuid]
+            [usable] = sms()
+            if not _is_limited(usable, whole, percent):
+                raise GPUUnavailableError(
+                    f"--mps: this worker's share is {percent} % of the processors of {uuid}, and CUDA shows "
+                    f"it {usable} of {whole}: it is not a client of the run's daemon, so the call was not "
+                    f"run. See the logs in {os.environ.get(_LOGS)}"
+                )
+        return nullcontext()
+
+
+def _is_of_run(environ: Mapping[str, str]) -> bool:
     """Return True if workers with these variables are clients of a daemon of their run."""
     return bool(environ.get(MPS_VARIABLE))
 
 
-def limits(share: float, memory_bytes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that limit a worker to a share of its GPUs' processors and memory.
-
-    Empty if the run has no daemon.
-    """
-    if not is_of_run(environ):
-        return {}
-    # The number of a GPU may be the daemon's or the client's number, so all numbers get the limit.
-    numbers = range(len(json.loads(environ[MPS_VARIABLE])))
-    memory = ",".join(f"{number}={memory_bytes >> 20}M" for number in numbers)
-    return {_PERCENTAGE: str(percentage(share)), _MEMORY: memory}
-
-
-def percentage(share: float) -> int:
-    """Return the percentage of the processors for a share of a GPU."""
+def _percentage(lease: Lease) -> int:
+    """Return the percentage of each GPU's processors for a worker: as requested, or as of the memory."""
+    share = lease.compute
+    if share is None:
+        share = 1.0 if lease.alone else max(part.memory_bytes / part.total_bytes for part in lease.shares)
     # A lease of a whole GPU lacks the reserve and the memory of other programs, but gets all processors.
     return 100 if share > 0.95 else max(1, math.ceil(100 * share))
-
-
-def check(uuids: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Check that this worker can use no more of its GPU's processors than its share. Starts CUDA.
-
-    Does nothing without a daemon. In a call with ranks, each rank checks its own GPU.
-    Raises GPUUnavailableError if the worker has more than its share, or CUDA does not start.
-    """
-    if not is_of_run(environ) or len(uuids) > 1:
-        return
-    percent = int(environ[_PERCENTAGE])
-    whole = json.loads(environ[MPS_VARIABLE])[uuids[0]]
-    [usable] = sms()
-    if not _is_limited(usable, whole, percent):
-        raise GPUUnavailableError(
-            f"--mps: this worker's share is {percent} % of the processors of {uuids[0]}, and CUDA shows it "
-            f"{usable} of {whole}: it is not a client of the run's daemon, so the call was not run. See the "
-            f"logs in {environ.get(_LOGS)}"
-        )
 
 
 def sms() -> list[int]:
@@ -189,7 +222,7 @@ def _is_limited(usable: int, whole: int, percent: int) -> bool:
 
 def _sms_of_process(env: Mapping[str, str]) -> list[int]:
     """Return the SMs of each GPU in a new process, because CUDA reads the variables at its start only."""
-    code = "import json; from flower_gpu.gpu import mps; print(json.dumps(mps.sms()))"
+    code = "import json; from flower_gpu.calls.grants import mps; print(json.dumps(mps.sms()))"
     command = [sys.executable, "-c", code]
     with suppress(subprocess.TimeoutExpired):
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

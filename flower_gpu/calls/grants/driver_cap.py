@@ -13,18 +13,27 @@ NVML's reference.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import control_group
+from flower_gpu.calls.grants.grant import Grant, Terms
 from flower_gpu.errors import GPUUnavailableError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.nvml import QueryError
+from flower_gpu.leases.lease import Lease
 from flower_gpu.options import GPU_CAP
+from flower_gpu.workers import events, own_process
+
+if TYPE_CHECKING:
+    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.workers.methods import StartMethod
 
 _PREFIX: Final = "flower-gpu-"  # of the names of our groups
 _TRIAL_BYTES: Final = 64 << 20
@@ -37,26 +46,51 @@ class _UnavailableError(Exception):
     """The driver cannot set limits here. The text gives the reason."""
 
 
-def is_used(uuids: tuple[str, ...], environ: Mapping[str, str]) -> bool:
-    """Return True if the driver caps workers with a lease on these GPUs.
+class DriverCap(Grant):
+    """The driver's limit on the memory of a worker. ``Lease.by_driver`` is True if it is set."""
 
-    Raises GPUUnavailableError if the driver's cap is required and not available.
-    """
-    wanted = GPU_CAP.resolve(None, environ)
-    if wanted == "allocator":
-        return False
-    reason = problem(uuids)
-    if reason and wanted == "driver":
-        raise required(reason)
-    return not reason
+    def adjust(self, lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
+        """Let the driver cap the worker if it can, unless the user has chosen the allocators only.
+
+        Raises GPUUnavailableError if the driver's cap is required and not available.
+        """
+        from flower_gpu.calls import notices
+
+        wanted = GPU_CAP.resolve(None, os.environ)
+        reason: str | None = "this call has no worker of its own"
+        if method.is_own_process:
+            notices.say_once(describe(_uuids(lease), os.environ), logging.INFO)
+            reason = "" if wanted == "allocator" else problem(_uuids(lease))
+        if reason and wanted == "driver":
+            raise GPUUnavailableError(
+                f"--gpu-cap driver ({GPU_CAP.variable}): the driver cannot cap this worker: {reason}. Use "
+                "another host, or --gpu-cap auto, which leaves the cap to the frameworks' allocators here"
+            )
+        return replace(lease, by_driver=wanted != "allocator" and not reason)
+
+    def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
+        """Return who caps the worker."""
+        if terms.gpu_lease is None or terms.is_shared:
+            return {}
+        return {"cap": "driver" if terms.gpu_lease.by_driver else "allocator"}
+
+    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+        """Put this worker into its control group, for ever."""
+        if lease is not None and lease.by_driver and not own_process.is_inside():
+            group = join({share.uuid: share.memory_bytes for share in lease.shares})
+            events.send("driver_cap", group=str(group))
+        return nullcontext()
+
+    def on_event(self, event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
+        """Register the control group of a worker, so that it is removed after the worker."""
+        if event.get("event") != "driver_cap":
+            return False
+        register(Path(event["group"]), () if lease is None else _uuids(lease))
+        return True
 
 
-def required(reason: str) -> GPUUnavailableError:
-    """Return the error for a call that requires the driver's cap."""
-    return GPUUnavailableError(
-        f"--gpu-cap driver ({GPU_CAP.variable}): the driver cannot cap this worker: {reason}. Use another "
-        "host, or --gpu-cap auto, which leaves the cap to the frameworks' allocators here"
-    )
+def _uuids(lease: Lease) -> tuple[str, ...]:
+    return tuple(share.uuid for share in lease.shares)
 
 
 @cache  # the check creates a group, sets a limit and removes the group

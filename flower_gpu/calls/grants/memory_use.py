@@ -1,41 +1,33 @@
-"""The setup of a worker with a lease: it limits the task to the lease, and watches and reports its memory.
+"""The GPU memory that this worker uses: a thread watches it during the task, and events report it.
 
-:func:`setup` runs in the worker before the task, and returns a context for the task. The context keeps the
-variables of the lease fixed, limits the allocators of frameworks, and explains errors about GPUs that the
-worker does not see. After the task, it sends its figures to the caller as events.
+While the task runs, one daemon thread (:class:`_UsageWriter`) measures the memory that this process uses and
+writes it into the ticket, so that other processes see it. Only this thread calls NVML. A fork of a process
+that is inside NVML may wait forever, and a driver may hang. So the result waits for the thread's last look
+only a limited time, and often not at all. If the worker goes to its next call meanwhile, the thread must no
+longer write into the ticket, because the lease may belong to another call. ``_is_over`` tells it so.
 
-Threads. While the task runs, one daemon thread (:class:`_UsageWriter`) measures the memory that this process
-uses and writes it into the ticket, so that other processes see it. Only this thread calls NVML. A fork of a
-process that is inside NVML may wait forever, and a driver may hang. So the result waits for the thread's last
-look only a limited time, and often not at all. If the worker goes to its next call meanwhile, the thread must
-no longer write into the ticket, because the lease may belong to another call. ``_is_over`` tells it so.
+After the task, its figures go to the caller as events, and so does the reason if memory ran out or CUDA could
+not start. With ranks, each of them reports its own GPU, and the caller writes the ticket.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, repeat
-from typing import Any, Final
+from typing import Any
 
 from flower_gpu import frameworks
-from flower_gpu.calls import environment
-from flower_gpu.calls.environment import fixed
 from flower_gpu.calls.gpu_use import THIS_WORKER, Use
-from flower_gpu.frameworks.framework import Figures, Hold, Rule
-from flower_gpu.gpu import driver_cap, guard, mps
+from flower_gpu.calls.grants import driver_cap
+from flower_gpu.frameworks.framework import Figures, Hold
 from flower_gpu.leases.lease import Lease
-from flower_gpu.workers import confinement, events, own_process, threads
+from flower_gpu.workers import events, own_process
 from flower_gpu.workers.main_memory import MainMemory
 from flower_gpu.workers.own_process import facts
-
-#: :func:`setup`, as the ``setup`` of a call.
-SETUP: Final = "flower_gpu.calls.leased_worker:setup"
 
 # The first look comes early, to see memory that a task allocates at its start.
 _FIRST_LOOK_S = 0.05
@@ -50,85 +42,12 @@ _LOOKS_FOR_CONTEXT = 20
 _log = logging.getLogger(events.LOGGER)
 
 
-def setup() -> AbstractContextManager[None]:
-    """Limit this worker to its lease. Return the context in which the task runs.
+@contextmanager
+def measured(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
+    """Measure and report the memory that the task in the block uses on the GPUs of the lease.
 
-    The lease is in the environment. Without a lease, only the libraries' threads are set.
-
-    Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
+    ``holds``: caps on frameworks, which report what is in force.
     """
-    lease = Lease.from_environment(os.environ)
-    if own_process.is_inside():
-        guard.check_without_worker(os.environ)
-    else:
-        if lease is not None and lease.by_driver:
-            # The control group comes first, because the worker may not create one after it is confined.
-            group = driver_cap.join({share.uuid: share.memory_bytes for share in lease.shares})
-            events.send("driver_cap", group=str(group))
-        if reason := guard.apply(os.environ):
-            events.send("no_guard", reason=reason)
-        confinement.apply(os.environ)
-    threads.apply()
-    THIS_WORKER.ranks = None  # forget the ranks of an earlier call
-    if lease is not None and lease.shares:
-        mps.check([share.uuid for share in lease.shares], os.environ)
-        return _leased(lease)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return _fixed(_kept(environment.of_worker(None, os.environ)))
-    return nullcontext()
-
-
-def _fixed(rules: Mapping[str, Rule]) -> AbstractContextManager[None]:
-    # A call in the client's own process shares its environment with the client's other threads.
-    return nullcontext() if own_process.is_inside() else fixed(rules)
-
-
-def _kept(variables: Iterable[str]) -> dict[str, Rule]:
-    """Return rules that keep these variables at their present values."""
-    return {name: partial(_value, os.environ[name]) for name in variables if name in os.environ}
-
-
-def _value(value: str, _: str) -> str:
-    return value
-
-
-@contextmanager
-def _leased(lease: Lease) -> Iterator[None]:
-    kept = _kept(environment.of_worker(lease, os.environ))
-    caps = environment.caps_of(lease)
-    with (
-        _fixed(kept | frameworks.rules(caps, kept)),
-        frameworks.held_to(caps, partial(events.send, "cuda_started")) as holds,
-        _watched(lease, holds),
-        _own_numbers_named(len(lease.shares)),
-    ):
-        yield
-
-
-@contextmanager
-def _own_numbers_named(count: int) -> Iterator[None]:
-    """Add the numbers of this worker's GPUs to an error about a number that it does not have.
-
-    An app that chooses ``cuda:1`` for its second client works without leases on a host with two GPUs. In the
-    worker of that client, CUDA says "invalid device ordinal", and nothing about the reason.
-    """
-    try:
-        yield
-    except Exception as error:
-        first, *more = str(error).splitlines() or [""]
-        if not own_process.is_inside() and frameworks.says_no_such_device(first):
-            numbers = "the GPU of its lease, as cuda:0" if count == 1 else _numbers(count)
-            explained = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
-            error.args = ("\n".join([explained, *more]),)
-        raise
-
-
-def _numbers(count: int) -> str:
-    return f"the {count} GPUs of its lease, as cuda:0 to cuda:{count - 1}"
-
-
-@contextmanager
-def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
     watch = _UsageWriter(lease)
     watch.start()
     error: BaseException | None = None
@@ -145,9 +64,6 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
         except Exception:
             _log.warning("the GPU memory that this call has used is not known", exc_info=True)
         facts.when_idle = watch.rest
-
-
-# Memory in use --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -246,8 +162,8 @@ class _UsageWriter:
             THIS_WORKER.uses.update(
                 {use.share.uuid: use for use in self.uses if use.context_bytes is not None}
             )
-        if self._is_over:
-            # The lease may already belong to another call.
+        if self._is_over or THIS_WORKER.has_ranks:
+            # The lease may already belong to another call, or the caller reports the use of all ranks.
             return
         used = {}
         for number, use in enumerate(self.uses):
@@ -256,17 +172,13 @@ class _UsageWriter:
                 use.see(used[use.share.uuid])
             elif use.share.uuid in self._of_driver:
                 used[use.share.uuid] = self._of_driver[use.share.uuid]
-        ranks = THIS_WORKER.ranks
-        if ranks is not None:
-            used.update(ranks.used())
         if not used:
             return
         self._used = used
         if self.lease.ticket and not facts.is_confined:
             tickets.report(used, self._taken_bytes())
         else:
-            # For a rank, the worker that started it writes the ticket. For a confined worker, the caller
-            # does.
+            # The caller writes the ticket for a rank and for a confined worker.
             events.send("gpu_used", used=used)
 
     def _ask_driver(self, reserved: list[int] | None) -> None:
@@ -297,9 +209,6 @@ class _UsageWriter:
             self._looks_for_context -= 1
 
 
-# Events for the caller ------------------------------------------------------------------------------------
-
-
 def _figures() -> tuple[Figures, ...] | None:
     """Return the figures of frameworks, None without CUDA, or an empty tuple after an error."""
     try:
@@ -315,20 +224,15 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
     in_force: list[int | None] = []
     with suppress(Exception):
         in_force = next((limits for hold in holds if (limits := hold.in_force_bytes())), [])
-    ranks = THIS_WORKER.ranks
-    gpus = []
     columns = (chain(values or (), repeat(None)) for values in (figures, watch.figures_before, in_force))
-    for use, *values_of_use in zip(watch.uses, *columns, strict=False):
-        rank_figures = ranks.gpu(use.share.uuid) if ranks is not None else None
-        gpus.append(use.as_event(*values_of_use) if rank_figures is None else rank_figures)
-    is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
-    events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
-    if error is not None and ranks is None:
+    gpus = [use.as_event(*values_of_use) for use, *values_of_use in zip(watch.uses, *columns, strict=False)]
+    events.send("gpu_memory", gpus=gpus)
+    if error is not None and not THIS_WORKER.has_ranks:
         # Ranks report their errors themselves.
         _tell_out_of_memory(watch, figures, error)
     if (text := frameworks.lacks()) is not None:
         events.send("lacks", text=text)
-    if ranks is not None:
+    if THIS_WORKER.has_ranks:
         return
     # If any library has used the GPU, a framework that cannot start CUDA does not matter.
     if figures is None and not any(use.peak_bytes for use in watch.uses) and (reason := frameworks.no_cuda()):

@@ -1,47 +1,107 @@
 """The GPU guard: a worker can open the device files of the GPUs in its lease, and of no others.
 
-The caller passes the names of these files to the worker (:func:`environment`). The worker gives up all other
-device files before it imports code of an app (:func:`apply`). From then on the kernel denies them to the
-worker and all its children, even if they change ``CUDA_VISIBLE_DEVICES``.
+The caller passes the names of these files to the worker in an environment variable. The worker gives up all
+other device files before it imports code of an app. From then on the kernel denies them to the worker and all
+its children, even if they change ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 from flower_gpu import landlock, unkillable
+from flower_gpu.calls.grants.grant import Grant, Terms
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import device_files
+from flower_gpu.gpu.device_files import EVERYTHING
+from flower_gpu.leases.lease import Lease
 from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD
+from flower_gpu.workers import events, own_process
 
-# Value of the variable if the device files of a GPU are unknown
-_EVERYTHING: Final = "*"
 _MAX_ERROR_LENGTH: Final = 200
 
 
-def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
-    """Return the variables with a worker's device files, or no variables if the guard is off.
+class GPUGuard(Grant):
+    """The device files that a worker may open."""
 
-    ``files``: device files of each GPU of the lease, or None if they are unknown.
-    Raises ConfigError if the guard is required and impossible.
-    """
-    setting = GPU_GUARD.resolve(None, os.environ)
-    if setting == "off":
-        return {}
-    paths: list[str] = []
-    for files_of_gpu in files:
-        if files_of_gpu is None:
+    def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
+        """Pass the device files of the lease to the worker, unless the guard is off.
+
+        Raises ConfigError if the guard is required and impossible.
+        """
+        setting = GPU_GUARD.resolve(None, os.environ)
+        if setting == "off":
+            return {}
+        files = [share.device_files for share in lease.shares] if lease is not None else []
+        if None in files:
             if setting == "require":
                 raise _required("the driver does not report the device files of a GPU")
-            return {DEVICES_VARIABLE: _EVERYTHING}
-        paths += files_of_gpu
-    return {DEVICES_VARIABLE: os.pathsep.join(paths)}
+            return {DEVICES_VARIABLE: EVERYTHING}
+        return {DEVICES_VARIABLE: os.pathsep.join(path for paths in files for path in paths or ())}
+
+    def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
+        """Return why the call has no guard."""
+        files, has_worker = env.get(DEVICES_VARIABLE), terms.method.is_own_process
+        if files is None or (has_worker and files != EVERYTHING) or not device_files.of_host(os.environ):
+            return {}
+        reason = "the driver does not report the device files of its GPU"
+        if not has_worker:
+            reason = "it runs in its caller's own process"
+        return _unguarded(reason, is_expected=not has_worker)
+
+    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+        """Give up the device files of all GPUs outside of this worker's lease, for ever.
+
+        In a worker for several calls, only the first call does so: all calls have the same variables.
+
+        Raises ConfigError if the guard is required and impossible.
+        """
+        is_required = GPU_GUARD.resolve(None, os.environ) == "require"
+        if own_process.is_inside():
+            if is_required:
+                raise _required("this call has no worker of its own")
+            return nullcontext()
+        files = os.environ.get(DEVICES_VARIABLE)
+        if files is None or files != _THIS_PROCESS.files:
+            try:
+                if device_files.are_limited(os.environ):
+                    _drop_access(device_files.of_host(os.environ), device_files.granted(os.environ))
+                _THIS_PROCESS.files = files
+            except landlock.LandlockUnavailableError as error:
+                if is_required:
+                    raise _required(str(error)) from None
+                events.send("no_guard", reason=str(error))
+        return nullcontext()
+
+    def on_event(self, event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
+        """Record why the worker has no guard."""
+        if event.get("event") != "no_guard":
+            return False
+        record |= _unguarded(event["reason"], is_expected=problem() is not None)
+        return True
+
+
+def _unguarded(reason: str, *, is_expected: bool) -> dict[str, str]:
+    """Log once that the kernel does not keep calls from GPUs of other leases. Return the field of the trace.
+
+    ``is_expected``: True if this host has no guard at all, or the user runs calls in a way without a guard.
+    Then the line is not a warning.
+    """
+    from flower_gpu.calls import notices
+
+    text = f"no GPU guard: calls can use any GPU of this host ({reason})"
+    if is_expected:
+        notices.say_once(text, logging.INFO)
+    else:
+        notices.say_once(f"{text}. --gpu-guard require ({GPU_GUARD.variable}) refuses such calls")
+    return {"no_guard": reason}
 
 
 def problem(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -115,30 +175,10 @@ def _problem_of_new_process() -> str:
     return done.stdout.strip()
 
 
-def why_none(variables: Mapping[str, str], *, has_worker: bool) -> str:
-    """Return why a call has no guard. The text is empty if it has one, or needs none.
-
-    ``variables``: result of :func:`environment` for the call.
-    ``has_worker``: True if the call runs in a worker, and not in its caller's process.
-    """
-    files = variables.get(DEVICES_VARIABLE)
-    if files is None or (has_worker and files != _EVERYTHING) or not device_files.of_host(os.environ):
-        return ""
-    if not has_worker:
-        return "it runs in its caller's own process"
-    return "the driver does not report the device files of its GPU"
-
-
 def check(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if the operator requires a guard that this host cannot provide."""
     if GPU_GUARD.resolve(None, environ) == "require" and (reason := problem(environ)):
         raise _required(reason)
-
-
-def check_without_worker(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if the operator requires a guard. For calls that run in their caller's process."""
-    if GPU_GUARD.resolve(None, environ) == "require":
-        raise _required("this call has no worker of its own")
 
 
 class _ThisProcess:
@@ -151,42 +191,6 @@ class _ThisProcess:
 
 
 _THIS_PROCESS: Final = _ThisProcess()
-
-
-def apply(environ: Mapping[str, str]) -> str:
-    """Give up the device files of all GPUs outside of this worker's lease, for the worker and its children.
-
-    In a worker for several calls, only the first call does so: all calls have the same variables.
-
-    Returns why the guard could not be set, or an empty text if it was set or is off.
-    Raises ConfigError if the guard is required and impossible.
-    """
-    files = environ.get(DEVICES_VARIABLE)
-    if files is not None and files == _THIS_PROCESS.files:
-        return ""
-    try:
-        if is_wanted(environ):
-            _drop_access(device_files.of_host(environ), granted(environ))
-    except landlock.LandlockUnavailableError as error:
-        if GPU_GUARD.resolve(None, environ) == "require":
-            raise _required(str(error)) from None
-        return str(error)
-    _THIS_PROCESS.files = files
-    return ""
-
-
-def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Return True if a worker with this environment must give up device files."""
-    has_files = environ.get(DEVICES_VARIABLE, _EVERYTHING) != _EVERYTHING
-    return has_files and GPU_GUARD.resolve(None, environ) != "off"
-
-
-def granted(environ: Mapping[str, str]) -> list[str]:
-    """Return the device files that a worker with this environment may open. Without a guard these are all."""
-    if not is_wanted(environ):
-        return device_files.of_host(environ)
-    files = [path for path in environ[DEVICES_VARIABLE].split(os.pathsep) if path]
-    return [*files, *device_files.SHARED] if files else []
 
 
 def _drop_access(all_files: list[str], granted_files: list[str]) -> None:

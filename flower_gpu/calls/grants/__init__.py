@@ -1,0 +1,129 @@
+"""What a worker is granted, and what limits it: one file for each grant.
+
+Other rooms and modules call the functions of this module, which ask each grant in turn::
+
+    caller   refuse ── adjust ── environment ── describe ──┐
+                                       │                   │   fault, on_event <── events ──┐
+    worker                             └──> in_worker: for each grant of ALL: ── task ──────┘
+
+To add a grant, subclass :class:`~flower_gpu.calls.grants.grant.Grant` in a new file, and add it to
+:data:`ALL`. It may also need an option, and docs. ``tests/calls/test_grants_together.py`` tries all pairs.
+
+The order of :data:`ALL` is the order in which a worker puts its grants into force:
+
+1. The driver's cap comes first, because a guarded or confined worker may not create a control group.
+2. The GPU guard comes before the confinement. It opens each folder that has device files, and a confined
+   worker cannot open all of these. Both come before anything that runs code of an app.
+3. Thread counts come next. They look at the loaded libraries, which the earlier grants do not change.
+4. MPS starts CUDA to count processors. CUDA must find the limits of 1 and 2, and a confined worker must find
+   the pipes of the daemon.
+5. The cap of allocators is last, and ends first. It contains the measurement of the task's memory, which
+   must not include the other grants.
+
+All combinations are allowed, except for ranks of a confined worker, which the confinement refuses. A call
+with ``in-process`` has neither the driver's cap, the guard nor a confinement, because this process could
+not take them back. Such a call fails if the operator requires one of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu.calls.environment import fixed, kept
+from flower_gpu.calls.grants.allocator_cap import AllocatorCap
+from flower_gpu.calls.grants.confinement import ConfinementGrant
+from flower_gpu.calls.grants.driver_cap import DriverCap
+from flower_gpu.calls.grants.grant import Grant, Terms
+from flower_gpu.calls.grants.guard import GPUGuard
+from flower_gpu.calls.grants.leased_gpus import LeasedGPUs
+from flower_gpu.calls.grants.mps import MPSShare
+from flower_gpu.calls.grants.ranks import RankGrant
+from flower_gpu.calls.grants.thread_counts import ThreadCounts
+from flower_gpu.leases.lease import Lease
+from flower_gpu.workers import own_process
+
+if TYPE_CHECKING:
+    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.workers.methods import StartMethod
+
+ALL: Final[tuple[Grant, ...]] = (
+    DriverCap(),
+    GPUGuard(),
+    ConfinementGrant(),
+    ThreadCounts(),
+    RankGrant(),
+    MPSShare(),
+    LeasedGPUs(),
+    AllocatorCap(),
+)
+
+#: :func:`in_worker`, as the ``setup`` of a call.
+SETUP: Final = "flower_gpu.calls.grants:in_worker"
+
+
+def refuse(settings: CallSettings) -> None:
+    """Raise ConfigError if these settings exclude each other."""
+    for grant in ALL:
+        grant.refuse(settings)
+
+
+def adjust(lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
+    """Return a lease on GPUs as the worker gets it."""
+    for grant in ALL:
+        lease = grant.adjust(lease, settings, method)
+    return lease
+
+
+def of_lease(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker that follow from its lease. Without a lease, it sees no GPU.
+
+    They are set on top of ``environ``. The user's own allocator settings in it still apply, and so does a
+    smaller cap.
+
+    Raises ConfigError if the user's own cap is no number.
+    """
+    return {name: value for grant in ALL for name, value in grant.of_lease(lease, environ).items()}
+
+
+def environment(terms: Terms) -> dict[str, str]:
+    """Return the variables of a worker, with those that the user gave for the call."""
+    granted = {name: value for grant in ALL for name, value in grant.environment(terms).items()}
+    return {**terms.settings.worker.env, **granted}
+
+
+def describe(terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a call in the trace, from its terms and its variables ``env``."""
+    return {name: value for grant in ALL for name, value in grant.describe(terms, env).items()}
+
+
+def on_event(event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
+    """Handle an event of a grant in the worker. Return False for all other events."""
+    return any(grant.on_event(event, lease, record) for grant in ALL)
+
+
+def fault(error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str:
+    """Return why this error has ended all calls of the run on its GPU, or an empty text."""
+    return next(filter(None, (grant.fault(error, lease, environ) for grant in ALL)), "")
+
+
+@contextmanager
+def in_worker() -> Iterator[None]:
+    """Put all grants of this worker into force, and keep their variables fixed while the task runs.
+
+    The grants are in the environment. Without a lease on GPUs, the worker sees no GPU. A worker whose caller
+    set no such variables at all only gets its number of threads.
+
+    Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
+    """
+    lease = Lease.from_environment(os.environ)
+    with ExitStack() as stack:
+        # A call in the client's own process shares its environment with the client's other threads.
+        is_granted = lease is not None or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        if is_granted and not own_process.is_inside():
+            stack.enter_context(fixed(kept(of_lease(lease, os.environ))))
+        for grant in ALL:
+            stack.enter_context(grant.in_worker(lease))
+        yield

@@ -1,0 +1,87 @@
+"""The interface of a grant. The default answers fit a grant without special needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flower_gpu.leases.lease import Lease
+
+if TYPE_CHECKING:
+    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.workers.methods import StartMethod
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A call whose worker is about to start, as grants see it in the caller's process."""
+
+    settings: CallSettings
+    method: StartMethod
+    environ: Mapping[str, str]  # variables of this process and of the call
+    lease: Lease | None  # lease of the worker; without shares if it has cores and main memory only
+    is_shared: bool  # True if this process is a worker itself, and the new worker shares its lease
+    takes_over: bool  # True if the worker takes over settings of this process
+
+    @property
+    def gpu_lease(self) -> Lease | None:
+        """The lease if it has GPUs. Without one, the worker sees no GPU."""
+        return self.lease if self.lease is not None and self.lease.shares else None
+
+
+class Grant:
+    """Something that a worker gets, or a limit that holds for it.
+
+    The first group of methods runs in the caller's process, and :meth:`in_worker` in the worker. A call with
+    the start method ``in-process`` runs in its caller's process, without a worker. There, a limit that the
+    process could not take back must not be set.
+    """
+
+    def refuse(self, settings: CallSettings) -> None:
+        """Raise ConfigError if calls with these settings cannot have this grant."""
+
+    def adjust(self, lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
+        """Return the lease on GPUs as the worker gets it. Raises GPUUnavailableError if that is impossible.
+
+        Not called for a worker that shares the lease of another worker.
+        """
+        return lease
+
+    def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that follow from a lease on GPUs. They stay fixed in the worker.
+
+        ``lease``: None for a worker without a GPU.
+        ``environ``: variables that are set already, with settings of the user.
+        """
+        return {}
+
+    def environment(self, terms: Terms) -> dict[str, str]:
+        """Return the variables of a worker."""
+        return self.of_lease(terms.gpu_lease, terms.environ)
+
+    def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields of the call in the trace. Also log what its user has to know.
+
+        ``env``: variables of the worker, from all grants.
+        """
+        return {}
+
+    def on_event(self, event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
+        """Handle an event that :meth:`in_worker` has sent. Return False for all other events.
+
+        ``record``: fields of the call in the trace.
+        """
+        return False
+
+    def fault(self, error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str:
+        """Return why this error has ended all calls of the run on its GPU, or an empty text."""
+        return ""
+
+    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+        """Put the grant into force in this worker, and return a context for the task.
+
+        ``lease``: the lease of the worker on GPUs, or None.
+        """
+        return nullcontext()

@@ -1,0 +1,56 @@
+"""The GPUs of a lease: the worker sees these and no others, as ``cuda:0`` and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from flower_gpu import frameworks
+from flower_gpu.calls.grants.grant import Grant, Terms
+from flower_gpu.leases.lease import VARIABLE, Lease
+from flower_gpu.workers import own_process
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class LeasedGPUs(Grant):
+    """The visible GPUs of a worker."""
+
+    def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
+        """Show the GPUs of the lease, or none."""
+        if lease is None:
+            return {_VISIBLE: "", VARIABLE: ""}
+        return {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            _VISIBLE: ",".join(share.uuid for share in lease.shares),
+            VARIABLE: lease.to_text(),
+        }
+
+    def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
+        """Return the id of the lease."""
+        if terms.lease is None or terms.is_shared:
+            return {}
+        return {"lease" if terms.lease.shares else "cores_lease": terms.lease.id}
+
+    @contextmanager
+    def in_worker(self, lease: Lease | None) -> Iterator[None]:
+        """Add the numbers of this worker's GPUs to an error about a number that it does not have.
+
+        An app that chooses ``cuda:1`` for its second client works without leases on a host with two GPUs. In
+        the worker of that client, CUDA says "invalid device ordinal", and nothing about the reason.
+        """
+        try:
+            yield
+        except Exception as error:
+            first, *more = str(error).splitlines() or [""]
+            if lease is not None and not own_process.is_inside() and frameworks.says_no_such_device(first):
+                count = len(lease.shares)
+                numbers = "the GPU of its lease, as cuda:0" if count == 1 else _numbers(count)
+                explained = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
+                error.args = ("\n".join([explained, *more]),)
+            raise
+
+
+def _numbers(count: int) -> str:
+    return f"the {count} GPUs of its lease, as cuda:0 to cuda:{count - 1}"
