@@ -33,6 +33,12 @@ def host(tmp_path: Path) -> Host:
 
 
 @pytest.fixture
+def take(host: Host, taker: Callable[[dict[str, str]], Taker]) -> Taker:
+    """A process on the host with two GPUs."""
+    return taker(host.env)
+
+
+@pytest.fixture
 def taker() -> Iterator[Callable[[dict[str, str]], Taker]]:
     """Return a function that starts a process with the given environment variables."""
     started: list[Taker] = []

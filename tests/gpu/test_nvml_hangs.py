@@ -12,12 +12,7 @@ from waiting import until
 
 from flower_gpu.gpu.nvml_thread import _Query
 
-Start = Callable[[dict[str, str]], Callable[..., Any]]
-
-
-@pytest.fixture
-def take(host: Host, taker: Start) -> Callable[..., Any]:
-    return taker(host.env)
+Take = Callable[..., Any]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +24,7 @@ def take(host: Host, taker: Start) -> Callable[..., Any]:
     ],
 )
 def test_the_problem_says_what_hangs_and_for_how_long(
-    host: Host, take: Callable[..., Any], function: str, text: str
+    host: Host, take: Take, function: str, text: str
 ) -> None:
     """When the driver continues, the inventory works again."""
 
@@ -48,16 +43,14 @@ def test_the_problem_says_what_hangs_and_for_how_long(
     until(lambda: take()["usable"] == host.uuids)
 
 
-def test_a_fork_is_not_delayed_by_a_call_that_hangs_in_its_parent(
-    host: Host, take: Callable[..., Any]
-) -> None:
+def test_a_fork_is_not_delayed_by_a_call_that_hangs_in_its_parent(host: Host, take: Take) -> None:
     take("patience 0.2")
     host.hang("nvmlDeviceGetMemoryInfo_v2", take("pid"))
     assert take()["hangs"]
     assert take("fork")["usable"] == host.uuids  # waits neither for the parent's thread nor for its answer
 
 
-def test_nvml_stays_open_between_inventories(host: Host, take: Callable[..., Any]) -> None:
+def test_nvml_stays_open_between_inventories(host: Host, take: Take) -> None:
     take()
     host.hang("nvmlInit")
     assert take("user nvmlDeviceGetCount") == 2
@@ -65,7 +58,7 @@ def test_nvml_stays_open_between_inventories(host: Host, take: Callable[..., Any
         assert take()["usable"] == host.uuids
 
 
-def test_idle_nvml_is_closed(host: Host, take: Callable[..., Any]) -> None:
+def test_idle_nvml_is_closed(host: Host, take: Take) -> None:
     """While device files are open, an administrator cannot reset the GPU."""
     take("idle-after 0.2")
     take()
@@ -74,7 +67,7 @@ def test_idle_nvml_is_closed(host: Host, take: Callable[..., Any]) -> None:
     assert take()["usable"] == host.uuids
 
 
-def test_a_fork_has_neither_nvml_nor_its_thread(host: Host, take: Callable[..., Any]) -> None:
+def test_a_fork_has_neither_nvml_nor_its_thread(host: Host, take: Take) -> None:
     take()
     assert take("open") == {"users": 1, "threads": 2}
     assert take("fork-finds") == {"users": 0, "threads": 1}

@@ -19,12 +19,8 @@ from run_programs import run
 
 MIB = 2**20
 
+Take = Callable[..., Any]
 Start = Callable[[dict[str, str]], Any]
-
-
-@pytest.fixture
-def take(host: Host, taker: Start) -> Callable[..., Any]:
-    return taker(host.env)
 
 
 def listed(pid: int, used: int | None, name: str, computes: bool = True) -> dict[str, Any]:
@@ -35,7 +31,7 @@ def memory(gpu: dict[str, Any]) -> tuple[Any, ...]:
     return gpu["total_bytes"], gpu["used_bytes"], gpu["free_bytes"], gpu["reserved_bytes"]
 
 
-def test_the_inventory_of_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
+def test_the_inventory_of_an_idle_host(host: Host, take: Take) -> None:
     result = take()
     assert result["driver_version"] == "550.54.14"
     assert result["problem"] is None
@@ -62,7 +58,7 @@ def test_the_inventory_of_an_idle_host(host: Host, take: Callable[..., Any]) -> 
     assert second == {**first, **differences}
 
 
-def test_memory_of_another_program_is_counted_until_it_ends(host: Host, take: Callable[..., Any]) -> None:
+def test_memory_of_another_program_is_counted_until_it_ends(host: Host, take: Take) -> None:
     host.set(0, reserved=400 * MIB, util=93)
     for used in (4, 8, 12):
         host.set(0, used=used * GIB)
@@ -78,9 +74,7 @@ def test_memory_of_another_program_is_counted_until_it_ends(host: Host, take: Ca
     assert take()["gpus"][1]["used_bytes"] == 0
 
 
-def test_memory_of_workers_is_counted_while_they_exist(
-    host: Host, take: Callable[..., Any], taker: Start
-) -> None:
+def test_memory_of_workers_is_counted_while_they_exist(host: Host, take: Take, taker: Start) -> None:
     workers = [taker(host.env) for _ in range(3)]
     for worker in workers:
         worker(f"allocate 0 {2 * GIB}")
@@ -96,7 +90,7 @@ def test_memory_of_workers_is_counted_while_they_exist(
     assert take()["gpus"][0]["used_bytes"] == 2 * GIB
 
 
-def test_a_lost_gpu_is_not_usable_until_it_comes_back(host: Host, take: Callable[..., Any]) -> None:
+def test_a_lost_gpu_is_not_usable_until_it_comes_back(host: Host, take: Take) -> None:
     host.set(0, lost=True)
     # A GPU that is lost from the start has no known UUID and name.
     for uuid, name in (("", ""), (host.uuids[0], "NVIDIA Stub 16GB")):
@@ -124,18 +118,14 @@ def test_a_lost_gpu_is_not_usable_until_it_comes_back(host: Host, take: Callable
         (4711, "(NVML code 4711)"),
     ],
 )
-def test_a_gpu_with_an_error_is_not_usable(
-    host: Host, take: Callable[..., Any], code: int, words: str
-) -> None:
+def test_a_gpu_with_an_error_is_not_usable(host: Host, take: Take, code: int, words: str) -> None:
     host.set(0, error=code)
     result = take()
     assert words in result["gpus"][0]["problem"]
     assert result["usable"] == [host.uuids[1]]
 
 
-def test_refused_figures_are_unknown_and_only_those_of_memory_are_a_problem(
-    host: Host, take: Callable[..., Any]
-) -> None:
+def test_refused_figures_are_unknown_and_only_those_of_memory_are_a_problem(host: Host, take: Take) -> None:
     host.program(0, GIB)
     for version in ("v2", "v3"):
         host.fail(f"nvmlDeviceGetComputeRunningProcesses_{version}", nvml_stub.NO_PERMISSION, index=0)
@@ -153,9 +143,7 @@ def test_refused_figures_are_unknown_and_only_those_of_memory_are_a_problem(
     assert result["usable"] == [host.uuids[1]]
 
 
-def test_each_process_is_listed_once_even_if_its_memory_or_name_is_unknown(
-    host: Host, take: Callable[..., Any]
-) -> None:
+def test_each_process_is_listed_once_even_if_its_memory_or_name_is_unknown(host: Host, take: Take) -> None:
     host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender")
     host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender", graphics=True)
     host.program(0, 2 * GIB, pid=7_000_001, name="/usr/bin/Xorg", graphics=True)
@@ -171,7 +159,7 @@ def test_each_process_is_listed_once_even_if_its_memory_or_name_is_unknown(
     assert take()["usable"] == host.uuids
 
 
-def test_clients_of_mps_are_listed_and_counted_once(host: Host, take: Callable[..., Any]) -> None:
+def test_clients_of_mps_are_listed_and_counted_once(host: Host, take: Take) -> None:
     client = host.program(0, 2 * GIB, mps=True)
     host.program(0, GIB, pid=client.pid, mps=True)
     host.program(0, GIB, pid=client.pid)
@@ -184,9 +172,7 @@ def test_clients_of_mps_are_listed_and_counted_once(host: Host, take: Callable[.
     assert take()["gpus"][0]["processes"][1] == listed(server.pid, 100 * MIB, "nvidia-cuda-mps-server")
 
 
-def test_the_compute_mode_is_reported_and_prohibited_gpus_are_not_usable(
-    host: Host, take: Callable[..., Any]
-) -> None:
+def test_the_compute_mode_is_reported_and_prohibited_gpus_are_not_usable(host: Host, take: Take) -> None:
     for number, mode in ((3, "EXCLUSIVE_PROCESS"), (2, "PROHIBITED"), (0, "DEFAULT")):
         host.set(0, compute_mode=number)
         result = take()
@@ -202,7 +188,7 @@ def test_the_compute_mode_is_reported_and_prohibited_gpus_are_not_usable(
     assert (take()["usable"][0], take()["gpus"][1]["compute_mode"]) == (mig, "EXCLUSIVE_PROCESS")
 
 
-def test_an_inventory_of_some_gpus_does_not_query_the_others(host: Host, take: Callable[..., Any]) -> None:
+def test_an_inventory_of_some_gpus_does_not_query_the_others(host: Host, take: Take) -> None:
     [mig] = host.mig(1, [8 * GIB])
     host.program(0, GIB)
     host.program(mig, 2 * GIB)
@@ -220,7 +206,7 @@ def test_an_inventory_of_some_gpus_does_not_query_the_others(host: Host, take: C
     assert len(take(f"of {host.uuids[0]}")) == 1
 
 
-def test_mig_devices_replace_their_card(host: Host, take: Callable[..., Any], taker: Start) -> None:
+def test_mig_devices_replace_their_card(host: Host, take: Take, taker: Start) -> None:
     small, large = host.mig(1, [4 * GIB, 8 * GIB])
     taker(host.env)(f"allocate {large} {3 * GIB}")
     result = take()
@@ -237,7 +223,7 @@ def test_mig_devices_replace_their_card(host: Host, take: Callable[..., Any], ta
     assert [process["used_bytes"] for process in second["processes"]] == [3 * GIB]
 
 
-def test_changes_of_the_mig_mode_are_noticed(host: Host, take: Callable[..., Any]) -> None:
+def test_changes_of_the_mig_mode_are_noticed(host: Host, take: Take) -> None:
     host.mig(0, None)  # the card supports MIG mode, but the mode is off
     assert take()["usable"] == host.uuids
     instances = host.mig(0, [GIB])
@@ -253,9 +239,7 @@ def test_changes_of_the_mig_mode_are_noticed(host: Host, take: Callable[..., Any
 
 
 @pytest.mark.parametrize("fails", ["one", "all", "the card"])
-def test_a_problem_of_a_mig_device_or_card_does_not_affect_others(
-    host: Host, take: Callable[..., Any], fails: str
-) -> None:
+def test_a_problem_of_a_mig_device_or_card_does_not_affect_others(host: Host, take: Take, fails: str) -> None:
     first, second = host.mig(0, [GIB, GIB])
     usable = {"one": [second], "all": [], "the card": [first, second]}[fails]
     if fails == "one":
@@ -307,7 +291,7 @@ def test_a_driver_that_is_too_old_is_reported(tmp_path: Path, taker: Start) -> N
     ],
 )
 def test_a_driver_that_cannot_start_is_reported_until_it_starts(
-    host: Host, take: Callable[..., Any], code: int, words: str
+    host: Host, take: Take, code: int, words: str
 ) -> None:
     host.fail_init(code)
     for _ in range(2):
@@ -318,7 +302,7 @@ def test_a_driver_that_cannot_start_is_reported_until_it_starts(
     assert take()["usable"] == host.uuids
 
 
-def test_a_driver_without_gpus_is_reported(host: Host, take: Callable[..., Any]) -> None:
+def test_a_driver_without_gpus_is_reported(host: Host, take: Take) -> None:
     host.set_count(0)
     result = take()
     assert result["gpus"] == [] and "shows no GPU" in result["problem"]
@@ -350,7 +334,7 @@ def inventory_with_library_in(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_a_fork_initialises_nvml_again(host: Host, take: Callable[..., Any]) -> None:
+def test_a_fork_initialises_nvml_again(host: Host, take: Take) -> None:
     """The fork must not wait for a thread that exists only in its parent."""
     assert take("fork")["usable"] == host.uuids
     take()
@@ -360,7 +344,7 @@ def test_a_fork_initialises_nvml_again(host: Host, take: Callable[..., Any]) -> 
     assert take("fork-meanwhile")["usable"] == host.uuids
 
 
-def test_nvml_of_the_user_and_ours_do_not_affect_each_other(host: Host, take: Callable[..., Any]) -> None:
+def test_nvml_of_the_user_and_ours_do_not_affect_each_other(host: Host, take: Take) -> None:
     take("user nvmlInit")
     assert take()["usable"] == host.uuids
     take("close")
@@ -370,7 +354,7 @@ def test_nvml_of_the_user_and_ours_do_not_affect_each_other(host: Host, take: Ca
     assert take()["usable"] == host.uuids  # ours is still open
 
 
-def test_a_surplus_shutdown_of_nvml_does_no_harm(host: Host, take: Callable[..., Any]) -> None:
+def test_a_surplus_shutdown_of_nvml_does_no_harm(host: Host, take: Take) -> None:
     take()
     take("user nvmlShutdown")
     assert take()["usable"] == host.uuids
@@ -379,7 +363,7 @@ def test_a_surplus_shutdown_of_nvml_does_no_harm(host: Host, take: Callable[...,
     assert take()["usable"] == host.uuids
 
 
-def test_close_shuts_nvml_down(host: Host, take: Callable[..., Any]) -> None:
+def test_close_shuts_nvml_down(host: Host, take: Take) -> None:
     take("close")
     take()
     take("close")
