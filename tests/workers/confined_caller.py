@@ -38,29 +38,25 @@ def main() -> None:
     )
 
     import light_servers
+    from confined_calls import run_confined
 
-    from flower_gpu.calls.runner import run_call
-    from flower_gpu.calls.settings import call_settings
-    from flower_gpu.programs.confine import Allowed, for_message
+    from flower_gpu import run_in_worker
 
     light_servers.begin()
     method, kind, calls = sys.argv[1:]
-    settings = call_settings({"start_method": method, "timeout_s": 100.0})
+    options: dict[str, Any] = {"start_method": method, "timeout_s": 100.0}
     report: dict[str, dict[str, Any]] = {}
     for name, task, *arguments in json.loads(calls):
         entry = report[name] = {}
         unpickling.clear()
-        with for_message(Allowed(), [str(Path(__file__).parent)]) as confinement:
-            try:
-                entry["value"] = run_call(
-                    f"confined_tasks:{task}",
-                    arguments,
-                    settings=settings.with_worker(confinement=confinement if kind == "confined" else None),
-                    kind="train",
-                    by_name=True,
-                )
-            except Exception as error:
-                entry["error"], entry["text"] = type(error).__name__, str(error)
+        try:
+            if kind == "confined":
+                code = [str(Path(__file__).parent)]
+                entry["value"] = run_confined(f"forged_replies:{task}", *arguments, code=code, **options)
+            else:
+                entry["value"] = run_in_worker(f"forged_replies:{task}", *arguments, **options)
+        except Exception as error:
+            entry["error"], entry["text"] = type(error).__name__, str(error)
         entry["unpickled"] = [*unpickling]
         entry["peak_kib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps(report))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,22 @@ def start_method(request: pytest.FixtureRequest) -> str:
     if request.param == "fork" and initialized_cuda_devices() is not None:
         pytest.skip("an earlier test has initialised CUDA in this process")
     return str(request.param)
+
+
+@pytest.fixture
+def run_with_methods(run_script: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a script that makes calls with all METHODS. It can import the tasks of this folder."""
+    start = (
+        "import multiprocessing, os, signal, subprocess, sys, threading, time\n"
+        "from flower_gpu import WorkerDiedError, WorkerError, WorkerStartError, run_in_worker\n"
+        f"METHODS = {SUPERVISED}\n"
+    )
+
+    def run(text: str, *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+        env = {**forkservers.WITH_TASKS, **(env or {})}
+        return run_script(start + textwrap.dedent(text), env=env, **options)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from flower_gpu.workers import caller
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.life import children
 
-STAT = "tasks_stuck:look_at"
+STAT = "left_tasks:look_at"
 
 
 def report(step: str, **fields: Any) -> None:

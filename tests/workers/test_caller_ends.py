@@ -1,16 +1,28 @@
-"""When the caller is interrupted or killed, its workers and their processes end as well."""
+"""The end of callers and workers: after Ctrl-C, a kill or at a limit, nothing is left and no call hangs."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import forkservers
+import hung_disk
 import pytest
+from forkservers import WITH_TASKS
 from processes import SUPERVISED, Run, children_of, is_running, wait_until
+from run_programs import run, run_python
+
+from flower_gpu.unkillable import sleeping_in
+
+pytestmark = forkservers.marks()
+
+StartCaller = Callable[..., subprocess.Popen[str]]
 
 INTERRUPTED = """
     import sys, time
@@ -101,7 +113,7 @@ def read_pids(process: subprocess.Popen[str], lines: int = 1) -> list[int]:
     indirect=["start_method"],
 )
 def test_ctrl_c_ends_the_worker_before_its_caller(
-    receiver: str, start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]
+    receiver: str, start_method: str, run: Run, caller: StartCaller
 ) -> None:
     """A terminal sends SIGINT to the whole process group."""
     process = caller(INTERRUPTED, start_method)
@@ -119,9 +131,7 @@ def test_ctrl_c_ends_the_worker_before_its_caller(
     assert finished["outcome"] == "cancelled"
 
 
-def test_ctrl_c_during_many_short_calls_leaves_nothing_behind(
-    start_method: str, caller: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_ctrl_c_during_many_short_calls_leaves_nothing_behind(start_method: str, caller: StartCaller) -> None:
     """Ctrl-C comes at random moments. It must not leave a worker, its traceback, a descriptor or a lease."""
     script = """
         import gc, os, random, signal, sys, threading, time
@@ -180,7 +190,7 @@ def test_ctrl_c_during_many_short_calls_leaves_nothing_behind(
 
 
 def test_workers_end_when_their_caller_is_killed(
-    start_method: str, caller: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start_method: str, caller: StartCaller, tmp_path: Path
 ) -> None:
     """The caller has two running calls, an idle worker and a fork. One of the tasks holds the GIL."""
     folder = tmp_path / "reached"
@@ -197,3 +207,158 @@ def test_workers_end_when_their_caller_is_killed(
         assert is_running(child)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+# Callers at a limit -----------------------------------------------------------------------------------------
+
+MANY_FILES = """
+import json, os, signal, subprocess, sys
+import light_servers, many_files
+from flower_gpu import run_in_worker
+from flower_gpu.workers import life
+from flower_gpu.workers.forkserver import client, control
+
+light_servers.begin()
+
+def pid():
+    return run_in_worker("os:getpid", gpu="never", start_method="forkserver")
+
+pid()
+many_files.open_many()
+
+tracker = subprocess.Popen(["sleep", "600"])
+life._TRACKER_S = 0.1
+before = len(os.listdir("/proc/self/fd"))
+life.end_later([tracker.pid])
+ended_with = tracker.wait(60)
+
+[server] = control.status()
+os.kill(server.pid, signal.SIGSTOP)
+client._ANSWER_S = 0.5
+pid()
+[other] = control.status()
+print(json.dumps([ended_with, other.pid != server.pid]))
+control.stop(wait_s=10)
+"""
+
+NO_THREADS = """
+import json, os, sys, threading, time
+from flower_gpu import run_in_worker
+
+import light_servers
+
+light_servers.begin()
+os.environ["FLOWER_GPU_CPU_LEASES"] = "off"
+
+def late(): return run_in_worker("tasks_threads:ends_late", gpu="never", start_method=sys.argv[1])
+
+def files(): return len(os.listdir("/proc/self/fd"))
+
+def start(self): raise RuntimeError("can't start new thread")
+
+results = [late()]
+for thread in threading.enumerate():
+    if thread.name == "flower-gpu-leaving":
+        thread.join()
+before = files()
+threading.Thread.start = start
+results += [late(), late()]
+print(json.dumps([results, files() - before]))
+"""
+
+
+def run_and_parse(code: str, *arguments: str) -> object:
+    """Run a program, and return the JSON value in its last line."""
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), WITH_TASKS["PYTHONPATH"]])
+    done = run_python(code, *arguments, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_caller_with_many_files_ends_processes_that_hang() -> None:
+    """It ends a resource tracker, and replaces a fork server that does not answer."""
+    assert run_and_parse(MANY_FILES) == [-9, True]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_without_threads_no_result_is_lost_and_no_file_stays_open(start_method: str) -> None:
+    """Usually a thread waits for a worker that exits late. Here no thread can start."""
+    assert run_and_parse(NO_THREADS, start_method) == [[42, 42, 42], 0]
+
+
+# Workers that SIGKILL does not end --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Iterator[dict[str, Any]]]:
+    """Run ``stuck_caller.py`` with a disk that hangs, and yield its report on each step."""
+    disk, scratch, state, ledger = (tmp_path / name for name in ("disk", "scratch", "state", "ledger"))
+    for folder in (disk, scratch, state, ledger):
+        folder.mkdir(mode=0o700)
+    ledger.chmod(0o1777)
+    probe = run([sys.executable, hung_disk.__file__, disk, "-c", ""], stdin=subprocess.DEVNULL)
+    if probe.returncode:
+        pytest.skip(f"no FUSE file system can be mounted here: {probe.stderr}")
+    env = {
+        **os.environ,
+        **forkservers.WITH_TASKS,
+        "FLOWER_GPU_STATE_DIR": str(state),
+        "FLOWER_GPU_LEDGER_DIR": str(ledger),
+        "FLOWER_GPU_SERVER_IDLE_S": "0.1",
+    }
+    command = [
+        hung_disk.__file__,
+        disk,
+        Path(__file__).with_name("stuck_caller.py"),
+        disk,
+        request.param,
+        scratch,
+    ]
+    with subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+
+        def step_reports() -> Iterator[dict[str, Any]]:
+            for line in program.stdout or ():
+                step = json.loads(line)
+                if step["step"] == "cancelled":
+                    program.stdin.write("\n")
+                    program.stdin.flush()
+                yield step
+
+        yield step_reports()
+        _, errors = program.communicate()
+        assert program.returncode == 0, errors
+
+
+@pytest.mark.parametrize("steps", ["forkserver", "spawn"], indirect=True)
+def test_a_worker_that_cannot_be_killed_fails_only_its_own_call(steps: Iterator[dict[str, Any]]) -> None:
+    reports = {step["step"]: step for step in steps}
+    late = reports["late"]
+    assert late["kind"] == "WorkerTimeoutError"
+    assert f"the worker (pid {late['pid']}) cannot be killed: after SIGKILL it is in state D" in late["text"]
+    # The lease stays with the process.
+    assert reports["leased"]["holders"] == ["left_tasks:look_at on the server"]
+    assert reports["goes on"]["value"] == 36
+    assert "interrupted" in reports
+    assert reports["cancelled"]["kind"] == "WorkerDiedError"
+    # Once the disk answers, the workers end, and nothing is left.
+    assert reports["gone"]["workers"] == []
+    assert reports["programs"]["abandoned"] == ["run", "end_group"]
+
+
+def test_the_state_of_a_sleeping_process_is_reported() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert sleeping_in(process.pid).startswith("state ")
+    assert sleeping_in(process.pid) == "state unknown"

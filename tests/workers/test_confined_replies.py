@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_programs import run
 
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.workers import confined_replies, confinement, memory_files
@@ -57,9 +58,9 @@ def markers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_calls(method: str, kind: str, *calls: list[Any]) -> Replies:
-    """Run tasks of confined_tasks in ``confined_caller.py``, and return its report on each call, by name."""
-    line = [sys.executable, str(_CALLER), method, kind, json.dumps(calls)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=False)
+    """Run tasks of forged_replies in ``confined_caller.py``, and return its report on each call, by name."""
+    command = [sys.executable, _CALLER, method, kind, json.dumps(calls)]
+    done = run(command, timeout_s=200, env={**os.environ, "PYTHONPATH": str(_CALLER.parents[1])})
     assert done.returncode == 0, done.stderr
     replies: Replies = json.loads(done.stdout.splitlines()[-1])
     return replies
@@ -91,7 +92,7 @@ def test_a_value_arrives_as_data(replies: Replies) -> None:
 
 def test_an_exception_arrives_as_type_and_text(replies: Replies, markers: Path) -> None:
     assert replies["raises"]["error"] == "WorkerTaskError"
-    assert f"raised confined_tasks.BombError: {markers / 'raises'}" in replies["raises"]["text"]
+    assert f"raised forged_replies.BombError: {markers / 'raises'}" in replies["raises"]["text"]
     assert replies["raises"]["unpickled"] == []
     assert not (markers / "raises").exists()
 

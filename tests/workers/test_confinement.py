@@ -14,13 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from confined_calls import run_confined
 from live_processes import is_running
 from waiting import until
 
-from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import ConfigError, WorkerStartError, WorkerTaskError
-from flower_gpu.programs.confine import Allowed, for_message
+from flower_gpu.programs.confine import Allowed
 from flower_gpu.workers import confinement, state_folder
 from flower_gpu.workers.life import OwnChild
 
@@ -42,7 +41,7 @@ def method() -> str:
 
 @pytest.fixture
 def confined(method: str, monkeypatch: pytest.MonkeyPatch) -> Confined:
-    """Run a task of confinement_tasks in a confined worker."""
+    """Run a task of confined_app in a confined worker."""
     monkeypatch.syspath_prepend(TASKS)
     monkeypatch.setenv("SSH_AUTH_SOCK", "/somewhere")
     return lambda task, *args, **allowed: call(task, *args, start_method=method, **allowed)
@@ -52,15 +51,8 @@ both_methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 
 def call(task: str, *args: Any, start_method: str = "forkserver", gpus: int = 1, **allowed: Any) -> Any:
-    settings = call_settings({"start_method": start_method, "num_gpus": gpus, "gpu": "never"})
-    with for_message(Allowed(**allowed), [TASKS]) as message_confinement:
-        return run_call(
-            f"confinement_tasks:{task}",
-            args,
-            settings=settings.with_worker(confinement=message_confinement),
-            kind="train",
-            by_name=True,
-        )
+    options = {"start_method": start_method, "num_gpus": gpus, "gpu": "never"}
+    return run_confined(f"confined_app:{task}", *args, allowed=Allowed(**allowed), code=[TASKS], **options)
 
 
 def folders() -> list[Path]:

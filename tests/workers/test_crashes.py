@@ -211,12 +211,9 @@ def test_a_task_that_hangs_is_ended_at_the_time_limit(
     assert {line["outcome"] for line in run.events("worker_finished")} == {"timeout"}
 
 
-def test_an_exception_class_of_main_is_raised_in_the_caller(run_script: Callable[..., Any]) -> None:
-    done = run_script(
+def test_an_exception_class_of_main_is_raised_in_the_caller(run_with_methods: Callable[..., Any]) -> None:
+    done = run_with_methods(
         """
-        import sys
-        from flower_gpu import run_in_worker
-
         class OwnError(Exception):
             def __init__(self, text, code=0):
                 super().__init__(text)
@@ -225,14 +222,13 @@ def test_an_exception_class_of_main_is_raised_in_the_caller(run_script: Callable
         def task():
             raise OwnError("from main", code=5)
 
-        for method in sys.argv[1:]:
+        for method in METHODS:
             try:
                 run_in_worker(task, start_method=method)
             except OwnError as error:
                 cause = str(error.__cause__)
                 print(error, error.code, "script.py" in cause, "in task" in cause)
-        """,
-        *SUPERVISED,
+        """
     )
     assert done.stdout == "from main 5 True True\n" * 3
 

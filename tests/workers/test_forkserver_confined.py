@@ -12,7 +12,7 @@ from typing import Any
 
 import forkservers
 import pytest
-import tasks_confined
+import socket_attacks
 from forkservers import Client, only_server, until_only
 from processes import SUPERVISED, is_running, wait_until
 
@@ -71,7 +71,7 @@ def test_only_the_account_may_open_the_file(holder: tuple[int, int]) -> None:
 def test_a_confined_worker_cannot_prove_that_it_is_a_caller(holder: tuple[int, int]) -> None:
     """It cannot open the file with the proof, and the server refuses every other file."""
     before = only_server()
-    results = run_in_worker("tasks_confined:attempts", before.name, holder, confined=True, **FORKSERVER)
+    results = run_in_worker("socket_attacks:attempts", before.name, holder, confined=True, **FORKSERVER)
     assert results == {
         "nothing": "closed",
         "opened": "PermissionError",
@@ -95,7 +95,7 @@ def test_a_confined_worker_cannot_prove_that_it_is_a_caller(holder: tuple[int, i
 def test_an_unconfined_worker_can_prove_that_it_is_a_caller(holder: tuple[int, int]) -> None:
     """Without confinement, some of the same attempts succeed, so it is the confinement that prevents them."""
     server = only_server()
-    results = run_in_worker("tasks_confined:attempts", server.name, holder, confined=False, **FORKSERVER)
+    results = run_in_worker("socket_attacks:attempts", server.name, holder, confined=False, **FORKSERVER)
     refused = ("nothing", "by its path only", "ioctl", "another file", "memory", "folder", "two files")
     for method, result in results.items():
         assert result == ("closed" if any(text in method for text in refused) else ANSWER), method
@@ -117,7 +117,7 @@ def test_every_request_of_a_confined_worker_is_refused(folder: Path) -> None:
             "label": "hostile",
             "kind": "",
         }
-        answers = run_in_worker("tasks_confined:requests", before.name, record, **FORKSERVER)
+        answers = run_in_worker("socket_attacks:requests", before.name, record, **FORKSERVER)
         assert answers == ["closed"] * 8
         after = until_only(lambda status: not status.workers)
         assert (after.pid, after.calls) == (server, before.calls + 1)
@@ -129,7 +129,7 @@ def test_every_request_of_a_confined_worker_is_refused(folder: Path) -> None:
 def test_a_call_of_a_confined_worker_is_spawned() -> None:
     """Workers that a confined worker starts are spawned, and confined like their caller."""
     before = only_server().calls
-    refused, spawned = run_in_worker("tasks_confined:calls", "forkserver", "auto", **FORKSERVER)
+    refused, spawned = run_in_worker("socket_attacks:calls", "forkserver", "auto", **FORKSERVER)
     assert refused.startswith("WorkerStartError: cannot start a worker: fork servers fork workers only for")
     assert str(state_folder.state_dir() / sockets.PROOF) in refused and "start_method='spawn'" in refused
     assert spawned is False
@@ -137,7 +137,7 @@ def test_a_call_of_a_confined_worker_is_spawned() -> None:
 
 
 def test_a_confined_process_sees_no_servers() -> None:
-    assert run_in_worker("tasks_confined:servers", **FORKSERVER) == []
+    assert run_in_worker("socket_attacks:servers", **FORKSERVER) == []
     assert control.status()
 
 
@@ -148,7 +148,7 @@ def test_a_worker_does_not_inherit_the_servers_descriptors(method: str, folder: 
     with Client() as other, Client() as caller:
         other.send("tasks_forkserver:wait", str(started), str(until))
         assert wait_until(started.exists, timeout_s=60)
-        targets: dict[str, Any] = caller.call("tasks_confined:open_files", start_method=method)
+        targets: dict[str, Any] = caller.call("socket_attacks:open_files", start_method=method)
         until.touch()
         other.receive()
     socket_folders = str(folder / "sockets")
@@ -169,7 +169,7 @@ def test_a_worker_does_not_see_variables_of_other_callers(tmp_path: Path) -> Non
     started, until = tmp_path / "started", tmp_path / "until"
 
     def value(name: str) -> str:
-        return f"value-of-{name}+{tasks_confined.ending(f'value-of-{name}')}"
+        return f"value-of-{name}+{socket_attacks.ending(f'value-of-{name}')}"
 
     # Many variables, because the worker's own variables overwrite some of the memory.
     def many(name: str) -> dict[str, str]:
@@ -181,7 +181,7 @@ def test_a_worker_does_not_see_variables_of_other_callers(tmp_path: Path) -> Non
             assert earlier.call("tasks_forkserver:server") == first
         other.send("tasks_forkserver:wait", str(started), str(until), env=many("argument"))
         assert wait_until(started.exists, timeout_s=60)
-        values = caller.call("tasks_confined:values")
+        values = caller.call("socket_attacks:values")
         until.touch()
         assert other.receive() == first
     assert values == [value("caller")]
@@ -229,9 +229,9 @@ def test_a_worker_cannot_connect_to_a_listener_of_another_worker(method: str, tm
     """A listener unpickles messages of processes with its key, so forks of a server have different keys."""
     ready, done = tmp_path / "ready", tmp_path / "over"
     with Client(env={"FLOWER_GPU_START_METHOD": method}) as listener:
-        listener.send("tasks_confined:listen", str(ready), str(done))
+        listener.send("socket_attacks:listen", str(ready), str(done))
         assert wait_until(ready.exists, timeout_s=60)
-        assert run_in_worker("tasks_confined:speak", ready.read_text(), **FORKSERVER) == "AuthenticationError"
+        assert run_in_worker("socket_attacks:speak", ready.read_text(), **FORKSERVER) == "AuthenticationError"
         assert wait_until(done.exists, timeout_s=60)
         assert listener.receive() == "AuthenticationError"
 
@@ -291,7 +291,7 @@ def test_connections_of_confined_processes_do_not_keep_a_server_alive(tmp_path: 
         server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
         name = only_server().name
         with Client(env={"FLOWER_GPU_START_METHOD": "spawn"}) as hostile:
-            hostile.send("tasks_confined:hold_connections", name, str(started), str(until))
+            hostile.send("socket_attacks:hold_connections", name, str(started), str(until))
             assert wait_until(started.exists, timeout_s=60)
             forkservers.release_servers()
             assert wait_until(lambda: not is_running(server), timeout_s=60)

@@ -1,4 +1,8 @@
-"""Libraries that frameworks load at the first use of a GPU are preloaded only for workers with a GPU."""
+"""Fork servers and GPUs: libraries for GPUs are preloaded, and modules may ask for GPUs when preloaded.
+
+Libraries that frameworks load at the first use of a GPU are preloaded only for workers with a GPU. If a
+preloaded module asks for GPUs, NVML answers, and CUDA stays uninitialised.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,17 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import cuda_stub
 import forkservers
+import nvml_stub
 import pytest
 from forkservers import Client, only_server
+from worker_lines import Caller
 
 from flower_gpu.workers.forkserver import control
+from flower_gpu.workers.threads import ONE_THREAD
 
 pytestmark = forkservers.marks()
 
@@ -23,13 +31,9 @@ ALL = "", "_adv", "_cnn", "_engines_precompiled", "_engines_runtime_compiled", "
 
 
 @pytest.fixture
-def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[cuda_stub.Host]:
-    stub_host = cuda_host(gpus=1)
-    ledger = tmp_path / "ledger"
-    ledger.mkdir()
-    stub_host.env["FLOWER_GPU_LEDGER_DIR"] = str(ledger)
+def host(cuda_host: Callable[..., cuda_stub.Host]) -> Iterator[cuda_stub.Host]:
     with forkservers.own_servers():
-        yield stub_host
+        yield cuda_host(gpus=1)
 
 
 def parts(files: list[str]) -> list[str]:
@@ -132,3 +136,89 @@ def test_libraries_beside_the_cudnn_of_pytorch_are_loaded(tmp_path: Path) -> Non
         check=False,
     )
     assert done.stdout.splitlines() == sorted(str(folder / name) for name in good), done.stderr
+
+
+# Modules that ask for GPUs when they are preloaded ----------------------------------------------------------
+
+MODULE = "deciding_task"
+WITH_GPUS = ("cuda", 2, True)
+WITH_A_GPU = ("cuda", 1, True)
+WITHOUT = ("cpu", 0, False)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Path]:
+    """Share the fork server with torch among the tests. Each test gets its own server with the module."""
+    with forkservers.own_servers() as folder:
+        yield folder
+
+
+@pytest.fixture
+def nvml_host(tmp_path: Path) -> nvml_stub.Host:
+    return nvml_stub.Host(tmp_path / "host", gpus=2)
+
+
+def check(seen: dict[str, Any], expected: tuple[str, int, bool]) -> None:
+    assert tuple(seen["at_import"]) == expected
+    assert not seen["is_bad_fork"]
+    # The worker itself asks CUDA, and this host has none.
+    assert not seen["is_available"]
+
+
+CALL = """
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers.call import Call
+
+call = Call("deciding_task:seen", preload=[("deciding_task:load", {{}})], env={env})
+answer = worker.run(call, "forkserver")
+"""
+
+
+def test_a_preloaded_module_sees_the_gpus_of_the_call(nvml_host: nvml_stub.Host, servers: Path) -> None:
+    """Calls from which all GPUs are hidden have their own server. All other calls share a server."""
+    with Client(env=dict(nvml_host.env)) as caller:
+        parents = []
+        # The first call for a given GPU gets a successor of the server, with the libraries for GPUs.
+        for visible in (None, "GPU-1", None, ""):
+            env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+            seen = caller.do(CALL.format(env=env))
+            check(seen, WITHOUT if visible == "" else WITH_GPUS)
+            parents.append(seen["parent"])
+        assert parents[1] == parents[2] != parents[3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "visible", "expected", "warning"),
+    [
+        ("mig", "{mig}", WITH_A_GPU, ""),
+        ("broken", None, WITHOUT, "the NVIDIA driver is not loaded"),
+        # A control group, or the mode of a device file, denies this account the card.
+        ("one hidden", "{gpu}", WITH_A_GPU, ""),
+        ("one hidden", None, WITH_A_GPU, ""),
+        ("all hidden", "{gpu}", WITHOUT, "GPU 0: this account may not use it"),
+    ],
+)
+def test_answers_depend_on_the_gpus_that_are_visible(
+    nvml_host: nvml_stub.Host,
+    mode: str,
+    visible: str | None,
+    expected: tuple[str, int, bool],
+    warning: str,
+    servers: Path,
+) -> None:
+    env = {**nvml_host.env, **ONE_THREAD}
+    mig = ",".join(nvml_host.mig(0, 2 * [nvml_stub.GIB])) if mode == "mig" else ""
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible.format(mig=mig, gpu=nvml_host.uuids[1])
+    if mode == "broken":
+        nvml_host.fail_init(nvml_stub.DRIVER_NOT_LOADED)
+    for card in {"one hidden": [0], "all hidden": [0, 1]}.get(mode, []):
+        nvml_host.fail("nvmlDeviceGetHandleByIndex_v2", nvml_stub.NO_PERMISSION, card)
+    before = {log: log.read_text() for log in servers.glob("*.log")}
+    arguments = {"mode": mode, "visible": f"{visible}"}
+    caller = Caller(env=env, preload=[(f"{MODULE}:load", arguments)], without=frozenset())
+    check(caller.run(f"{MODULE}:seen"), expected)
+    caller.close()
+    logged = "".join(log.read_text().removeprefix(before.get(log, "")) for log in servers.glob("*.log"))
+    assert logged.count("a module asked for GPUs when it was imported for all workers") == bool(warning)
+    assert warning in logged

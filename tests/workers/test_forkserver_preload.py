@@ -19,6 +19,8 @@ from flower_gpu.workers.forkserver import control
 
 pytestmark = forkservers.marks()
 
+Start = Callable[..., Client]
+
 # Each call of ``load`` appends a line to a file next to the module.
 TASK = """
 import os
@@ -129,9 +131,7 @@ def lines(folder: Path) -> list[str]:
 
 
 class TestLoading:
-    def test_data_are_loaded_once_for_all_calls_of_all_processes(
-        self, start: Callable[..., Client], folder: Path
-    ) -> None:
+    def test_data_are_loaded_once_for_all_calls_of_all_processes(self, start: Start, folder: Path) -> None:
         """The first calls of the processes begin at the same time."""
         clients = [start() for _ in range(3)]
         for _ in range(3):
@@ -143,7 +143,7 @@ class TestLoading:
         (server,) = [status for status in control.status() if status.pid == int(pid)]
         assert (number, server.calls, server.preload) == ("1", 9, ["loading_task:load"])
 
-    def test_preload_accepts_functions_modules_and_arguments(self, start: Callable[..., Client]) -> None:
+    def test_preload_accepts_functions_modules_and_arguments(self, start: Start) -> None:
         caller = start()
         more = {"number": 5, "a": [1, None]}
         both = [["loading_task:load", {"number": 4}], "loading_task:load_more"]
@@ -157,7 +157,7 @@ class TestLoading:
             assert caller.call("loading_task:data", preload=preload) == expected
         assert caller.call("loading_task:data", preload=both, start_method="spawn") == expected
 
-    def test_other_arguments_are_other_data(self, start: Callable[..., Client], folder: Path) -> None:
+    def test_other_arguments_are_other_data(self, start: Start, folder: Path) -> None:
         caller = start()
         for number in (1, 2, 1, 2):
             preload = ["loading_task:load", {"number": number}]
@@ -166,13 +166,13 @@ class TestLoading:
         assert len(lines(folder)) == 2
         assert caller.call("loading_task:number") is None  # This call has no preload.
 
-    def test_an_edited_module_is_loaded_again(self, start: Callable[..., Client], folder: Path) -> None:
+    def test_an_edited_module_is_loaded_again(self, start: Start, folder: Path) -> None:
         caller = start()
         assert caller.call("loading_task:number", preload="loading_task:load") == 1
         (folder / "loading_task.py").write_text(TASK.replace("number=1", "number=11"))
         assert caller.call("loading_task:number", preload="loading_task:load") == 11
 
-    def test_large_data_is_shared(self, start: Callable[..., Client]) -> None:
+    def test_large_data_is_shared(self, start: Start) -> None:
         """Workers share the 200 MB that were loaded for them."""
         caller = start()
         for total, private_mb, resident_mb in [
@@ -181,9 +181,7 @@ class TestLoading:
             assert total == 25_000_000
             assert private_mb < 60 < 200 < resident_mb
 
-    def test_data_are_loaded_once_for_all_messages_of_a_clientapp(
-        self, start: Callable[..., Client], folder: Path
-    ) -> None:
+    def test_data_are_loaded_once_for_all_messages_of_a_clientapp(self, start: Start, folder: Path) -> None:
         """A fork of the clientapp would load the data for each message, so `auto` uses the fork server."""
         for _ in range(2):
             app = start(FLOWER_GPU_START_METHOD="auto")
@@ -194,7 +192,7 @@ class TestLoading:
 
 
 class TestFailures:
-    def test_an_error_is_reported_to_the_caller(self, start: Callable[..., Client]) -> None:
+    def test_an_error_is_reported_to_the_caller(self, start: Start) -> None:
         caller = start()
         for function, says in {
             "loading_task:load_nothing": "OSError: the disk with the data is not mounted",
@@ -209,7 +207,7 @@ class TestFailures:
             assert says in str(caught.value) and f"preload {function}" in str(caught.value)
         assert caller.call("loading_task:number", preload="loading_task:load") == 1
 
-    def test_cuda_is_refused(self, start: Callable[..., Client], driver: str) -> None:
+    def test_cuda_is_refused(self, start: Start, driver: str) -> None:
         caller = start(DRIVER=driver)
         with pytest.raises(CallError, match="touch_cuda initialised CUDA, so that no worker could use a GPU"):
             caller.call("loading_task:number", preload="loading_task:touch_cuda")
@@ -218,9 +216,7 @@ class TestFailures:
             assert caller.call("loading_task:number", **options) == 1
         assert caller.errors().count("workers are spawned, which is slower") == 1
 
-    def test_threads_are_refused_but_not_those_of_openmp(
-        self, start: Callable[..., Client], tmp_path: Path
-    ) -> None:
+    def test_threads_are_refused_but_not_those_of_openmp(self, start: Start, tmp_path: Path) -> None:
         """A fork would wait for the missing threads for ever, but OpenMP starts new ones."""
         library = tmp_path / "libthreads.so"
         forkservers.compile_library(library, forkservers.THREADS, "-fopenmp")
@@ -236,7 +232,7 @@ class TestFailures:
         options = {"preload": ["loading_task:start_executor", "loading_task:load"], "start_method": "auto"}
         assert caller.call("loading_task:number", **options) == 1  # A spawned worker may start threads.
 
-    def test_loading_may_take_longer_than_a_call(self, start: Callable[..., Client], folder: Path) -> None:
+    def test_loading_may_take_longer_than_a_call(self, start: Start, folder: Path) -> None:
         caller = start()
         options = {"preload": "loading_task:load_slowly"}
         with pytest.raises(CallError, match=r"WorkerTimeoutError.*load_slowly was not ready in time"):
@@ -247,9 +243,7 @@ class TestFailures:
         (folder / "go").touch()
         assert caller.call("loading_task:number", **options) == 7
 
-    def test_a_server_waits_for_a_caller_slower_than_its_idle_limit(
-        self, start: Callable[..., Client], folder: Path
-    ) -> None:
+    def test_a_server_waits_for_a_caller_slower_than_its_idle_limit(self, start: Start, folder: Path) -> None:
         """A caller may be slow on a busy host. The data are loaded only once."""
         with forkservers.own_servers(idle_s=0.1, light=True):
             caller = start()
@@ -273,9 +267,7 @@ class TestFailures:
             assert caller.call("loading_task:number", preload="loading_task:load") == 1
             assert len(lines(folder)) == 1
 
-    def test_a_caller_can_be_interrupted_while_data_are_loaded(
-        self, start: Callable[..., Client], folder: Path
-    ) -> None:
+    def test_a_caller_can_be_interrupted_while_data_are_loaded(self, start: Start, folder: Path) -> None:
         caller = start()
         caller.send("loading_task:number", preload="loading_task:load_slowly")
         assert wait_until((folder / "started").exists)
@@ -285,9 +277,7 @@ class TestFailures:
         (folder / "go").touch()
         assert caller.call("loading_task:number", preload="loading_task:load_slowly") == 7
 
-    def test_a_server_that_is_killed_or_hangs_is_replaced(
-        self, start: Callable[..., Client], folder: Path
-    ) -> None:
+    def test_a_server_that_is_killed_or_hangs_is_replaced(self, start: Start, folder: Path) -> None:
         """The server with the data was forked from the server with the libraries. Both can be replaced."""
         caller = start()
         caller.do(

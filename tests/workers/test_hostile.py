@@ -102,12 +102,9 @@ def test_a_caller_may_ignore_sigchld(run_script: RunScript) -> None:
     ]
 
 
-def test_other_code_may_reap_all_children(run_script: RunScript) -> None:
-    done = run_script(
+def test_other_code_may_reap_all_children(run_with_methods: RunScript) -> None:
+    done = run_with_methods(
         """
-        import os, sys, threading, time
-        from flower_gpu import WorkerDiedError, run_in_worker
-
         def reap():
             while True:
                 try:
@@ -116,32 +113,29 @@ def test_other_code_may_reap_all_children(run_script: RunScript) -> None:
                     time.sleep(0.001)
 
         threading.Thread(target=reap, daemon=True).start()
-        for method in sys.argv[1:]:
+        for method in METHODS:
             for _ in range(3):
                 print(run_in_worker("plain_tasks:answer", start_method=method))
             try:
                 run_in_worker("crash_tasks:os_exit", 7, start_method=method)
             except WorkerDiedError:
                 print("died")
-        """,
-        *SUPERVISED,
-        env=WITH_TASKS,
+        """
     )
     assert done.stdout.splitlines() == (["42"] * 3 + ["leaving at once", "died"]) * 3
 
 
-def test_a_call_with_too_few_descriptors_fails_and_leaks_none(run_script: RunScript) -> None:
+def test_a_call_with_too_few_descriptors_fails_and_leaks_none(run_with_methods: RunScript) -> None:
     """With enough descriptors, the call succeeds."""
-    done = run_script(
+    done = run_with_methods(
         """
         import os, resource, sys
-        from flower_gpu import WorkerError, run_in_worker
 
         def answer():
             return 42
 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for method in sys.argv[1:]:
+        for method in METHODS:
             run_in_worker(answer, start_method=method)
             used = len(os.listdir("/proc/self/fd"))
             results = []
@@ -155,22 +149,20 @@ def test_a_call_with_too_few_descriptors_fails_and_leaks_none(run_script: RunScr
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
                 assert len(os.listdir("/proc/self/fd")) == used, (more, os.listdir("/proc/self/fd"))
             print(results[0], results[-1], set(results) <= {"WorkerStartError", "WorkerDiedError", 42})
-        """,
-        *SUPERVISED,
+        """
     )
     assert done.stdout == "WorkerStartError 42 True\n" * 3
 
 
-def test_a_limit_of_the_file_size_is_reported(run_script: RunScript) -> None:
+def test_a_limit_of_the_file_size_is_reported(run_with_methods: RunScript) -> None:
     """RLIMIT_FSIZE also applies to memory files."""
-    done = run_script(
+    done = run_with_methods(
         """
         import resource, sys
         import numpy as np
-        from flower_gpu import WorkerError, WorkerStartError, run_in_worker
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        for method in sys.argv[1:]:
+        for method in METHODS:
             try:
                 run_in_worker("numpy:zeros", 1_000_000, start_method=method)
             except WorkerError as error:
@@ -180,8 +172,7 @@ def test_a_limit_of_the_file_size_is_reported(run_script: RunScript) -> None:
             except WorkerStartError as error:
                 print(error)
             print(run_in_worker("numpy:ones", 3, start_method=method))
-        """,
-        *SUPERVISED,
+        """
     )
     result = "no room for the result: OSError: [Errno 27] File too large"
     argument = "cannot start a worker: [Errno 27] File too large"
@@ -254,19 +245,16 @@ def test_a_worker_does_not_inherit_signal_handlers(run_script: RunScript) -> Non
     assert done.stdout.splitlines() == [x for n in (15, 14) * 3 for x in ("the last words", str(-n))]
 
 
-def test_buffered_output_of_the_caller_is_written_once(run_script: RunScript) -> None:
-    done = run_script(
+def test_buffered_output_of_the_caller_is_written_once(run_with_methods: RunScript) -> None:
+    done = run_with_methods(
         """
-        import os, sys
-        from flower_gpu import run_in_worker
         # A worker would write the buffered text when its copy of the stream is closed.
         sys.stdout = open(1, "w", closefd=False)
-        for method in sys.argv[1:]:
+        for method in METHODS:
             sys.stdout.write("before ")
             run_in_worker("builtins:print", "in the worker", start_method=method)
             print("after")
-        """,
-        *SUPERVISED,
+        """
     )
     assert done.stdout == "before in the worker\nafter\n" * 3
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import forkservers
 import numpy as np
 import pytest
-from forkservers import only_server
+from forkservers import Client, only_server
 from processes import (
     SHARED_MEMORY,
     Run,
     all_processes,
     children_of,
+    is_running,
     new_in_shared_memory,
     wait_until,
     zombies_of,
@@ -29,10 +34,12 @@ from waiting import until
 from flower_gpu import run_in_worker
 from flower_gpu.calls import leasing
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.workers import own_process
+from flower_gpu.workers import messages, own_process
+from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.forkserver.waiting import Wait
 from flower_gpu.workers.own_process import facts
 
-pytestmark = forkservers.marks()
+pytestmark = forkservers.marks(timeout_s=300)
 
 THREADS = 8
 # Allowed growth of a process after all calls, because of fragmentation. It is small compared to the weights
@@ -219,3 +226,73 @@ def test_a_worker_forked_in_such_a_call_is_a_separate_process(run: Run) -> None:
         return run_in_worker(own_process.is_inside, start_method="fork", gpu="never") is False
 
     assert run_in_worker(fork, start_method="in-process", gpu="never")
+
+
+# Hundreds of simultaneous callers ---------------------------------------------------------------------------
+
+PROCESSES, CALLS_AT_ONCE = 3, 40
+# Callers whose limit for an answer is shorter than the time that a server needs for all of them.
+IMPATIENT = """
+from flower_gpu.workers.forkserver import client, control
+client._SAY_S = client._ANSWER_S = control._ANSWER_S = 2.0
+"""
+CALL_AT_ONCE = """
+import threading
+answer = []
+
+def work():
+    try:
+        answer.append(run_in_worker("tasks_forkserver:server"))
+    except Exception as error:
+        answer.append(f"{{type(error).__name__}}: {{error}}")
+
+threads = [threading.Thread(target=work) for _ in range({threads})]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An environment in which forks are slow enough for a queue to form."""
+    folder = tmp_path_factory.mktemp("line") / "venv"
+    python = forkservers.make_environment(folder, {})
+    (forkservers.site_packages(folder) / "slow.pth").write_text(
+        "import sys; 'forkserver.program' in ' '.join(sys.orig_argv) and __import__('slow')\n"
+    )
+    (forkservers.site_packages(folder) / "slow.py").write_text(
+        "import os, time\nfork = os.fork\nos.fork = lambda: (time.sleep(0.02), fork())[1]\n"
+    )
+    return python
+
+
+def call_at_once(callers: list[Client]) -> list[int | str]:
+    for caller in callers:
+        caller.do(IMPATIENT)
+        caller.send_code(CALL_AT_ONCE.format(threads=CALLS_AT_ONCE))
+    return [server for caller in callers for server in caller.receive()]
+
+
+def test_hundreds_of_calls_share_a_server_until_it_is_stopped(python: str) -> None:
+    with forkservers.own_servers(light=True), ExitStack() as stack:
+        callers = [stack.enter_context(Client(python)) for _ in range(PROCESSES)]
+        server = callers[0].call("tasks_forkserver:server")
+        assert call_at_once(callers) == [server] * (PROCESSES * CALLS_AT_ONCE)
+        assert only_server().pid == server
+        os.kill(server, signal.SIGSTOP)
+        servers = call_at_once(callers[:1])
+        assert not is_running(server)
+        assert servers == [only_server().pid] * CALLS_AT_ONCE
+
+
+def test_a_caller_in_the_queue_respects_its_time_limit() -> None:
+    connection, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with connection, server_end:
+        connection.settimeout(30)
+        for _ in range(3):
+            messages.send(server_end, messages.BUSY)
+        with pytest.raises(TimeoutError, match="serves other callers first"):
+            client._ask_or_end("0" * 20, connection, {"op": "open"}, [], time.monotonic() - 1, Wait())
+        assert connection.fileno() == -1

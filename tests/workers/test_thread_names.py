@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import cuda_stub
 import psutil
 import pytest
 import thread_name_tasks
+from confined_calls import run_confined
+from run_programs import run_python
 from thread_name_tasks import NAME
 
-from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
-from flower_gpu.programs.confine import Allowed, for_message
 from flower_gpu.workers import confinement
 
 pytestmark = [
@@ -49,19 +47,8 @@ def confined(method: str, monkeypatch: pytest.MonkeyPatch) -> Confined:
     """Run a task of thread_name_tasks in a confined worker."""
     monkeypatch.syspath_prepend(TASKS)
 
-    def call(task: str, *args: Any) -> Any:
-        settings = call_settings({"start_method": method, "gpu": "never"})
-        with for_message(Allowed(), [TASKS]) as message_confinement:
-            name = f"thread_name_tasks:{task}"
-            return run_call(
-                name,
-                args,
-                settings=settings.with_worker(confinement=message_confinement),
-                kind="train",
-                by_name=True,
-            )
-
-    return call
+    options = {"start_method": method, "gpu": "never"}
+    return lambda task, *args: run_confined(f"thread_name_tasks:{task}", *args, code=[TASKS], **options)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -144,8 +131,7 @@ with for_message(Allowed(write=(folder,)), []) as message_confinement:
 def test_an_app_with_a_gpu_is_warned_if_threads_cannot_be_named(tmp_path: Path, is_watched: bool) -> None:
     file = tmp_path / "gpu"
     file.touch()
-    line = [sys.executable, "-c", _WITH_FILTER, str(tmp_path), str(file), str(is_watched)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    done = run_python(_WITH_FILTER, tmp_path, file, is_watched)
     assert done.returncode == 0, done.stderr
     sent = json.loads(done.stdout)
     assert [event["event"] for event in sent] == ["lacks"] * is_watched
@@ -155,30 +141,21 @@ def test_an_app_with_a_gpu_is_warned_if_threads_cannot_be_named(tmp_path: Path, 
 #: A confined call with a GPU. Its environment is that of a host with a stand-in for CUDA.
 _ON_GPU = """
 import json, os, sys
-from flower_gpu.calls.runner import run_call
-from flower_gpu.calls.settings import call_settings
-from flower_gpu.programs.confine import Allowed, for_message
-settings = call_settings({"start_method": "spawn", "gpu_memory": "2GiB"})
-with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[1:]) as message_confinement:
-    name = "thread_name_tasks:starts_cuda"
-    settings = settings.with_worker(confinement=message_confinement)
-    print(json.dumps(run_call(name, settings=settings, kind="train", by_name=True)))
+from confined_calls import run_confined
+from flower_gpu.programs.confine import Allowed
+options = {"allowed": Allowed(write=(os.environ["NVML_STUB_DIR"],)), "code": sys.argv[1:]}
+options |= {"start_method": "spawn", "gpu_memory": "2GiB"}
+print(json.dumps(run_confined("thread_name_tasks:starts_cuda", **options)))
 """
 
 
 def test_cuda_starts_in_a_confined_worker_and_its_forks(
-    cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path
+    cuda_host: Callable[..., cuda_stub.Host],
 ) -> None:
     """Like a real driver, the stand-in fails if it cannot name its thread."""
-    (tmp_path / "ledger").mkdir()
-    env = {
-        **os.environ,
-        **cuda_host(gpus=1).env,
-        "FLOWER_GPU_LEDGER_DIR": str(tmp_path / "ledger"),
-        "PYTHONPATH": os.pathsep.join([TASKS, str(Path(TASKS).parent)]),
-    }
-    line = [sys.executable, "-c", _ON_GPU, TASKS]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=150)
+    path = os.pathsep.join([TASKS, str(Path(TASKS).parent)])
+    env = {**os.environ, **cuda_host(gpus=1).env, "PYTHONPATH": path}
+    done = run_python(_ON_GPU, TASKS, env=env)
     assert done.returncode == 0, done.stderr
     devices = json.loads(done.stdout.splitlines()[-1])
     assert devices == {"fork": "cuda:0", "worker": "cuda:0"}

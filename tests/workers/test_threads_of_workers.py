@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forkservers import WITH_TASKS
 from hypothesis import given
@@ -294,3 +296,51 @@ def test_a_fork_uses_the_numbers_of_a_new_process(
     if parent != "on one cpu":
         # A fork starts no threads before it computes, because idle threads of OpenBLAS wait in a busy loop.
         assert {running for running, _ in results} == {1}
+
+
+# Training ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_the_same_bit_for_bit(worker_start: str, run: Run) -> None:
+    """This includes DataLoader workers, because order and seeds come from the training process."""
+    import tasks_torch
+
+    start = tasks_torch.initial_weights(seed=3)
+    task = "tasks_torch:train_with_and_without_loader_workers"
+    isolated = run_in_worker(task, start, seed=5, start_method=worker_start)
+    call = {"start_method": "in-process"}
+    expected, examples, metrics = run_in_worker("tasks_torch:train", start, {"seed": 5}, **call)
+    for result in isolated:
+        assert result[1:] == (examples, metrics)
+        for array, expected_array in zip(result[0], expected, strict=True):
+            assert array.dtype == expected_array.dtype
+            assert np.array_equal(array, expected_array)
+            assert array.tobytes() == expected_array.tobytes()
+    # The equality is not trivial: training changes every array, and the seed matters.
+    assert not any(np.array_equal(old, new) for old, new in zip(start, expected, strict=True))
+    other_seed, _, _ = run_in_worker("tasks_torch:train", start, {"seed": 6}, **call)
+    assert not np.array_equal(expected[0], other_seed[0])
+
+
+def test_a_process_can_fork_workers_after_openmp_regions(torch_of_the_caller: Any) -> None:
+    """A fork of a process with idle OpenMP threads would wait for these threads for ever."""
+    if initialized_cuda_devices() is not None:
+        pytest.skip("an earlier test has initialised CUDA in this process")
+    import tasks_torch
+
+    def compute_in_process_and_in_a_fork() -> None:
+        for _ in range(2):
+            expected = tasks_torch.matmul(600)
+            assert run_in_worker(tasks_torch.matmul, 600, start_method="fork", timeout_s=60) == expected
+
+    compute_in_process_and_in_a_fork()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compute_in_process_and_in_a_fork).result()
+    tasks_torch.matmul(600)
+
+
+def test_each_worker_draws_other_random_numbers(run: Run) -> None:
+    """The fork server has already loaded torch, which has its own random numbers."""
+    draws = [run_in_worker("tasks_forkserver:random_numbers", start_method="forkserver") for _ in range(3)]
+    for column in zip(*draws, strict=True):
+        assert len(set(column)) == 3

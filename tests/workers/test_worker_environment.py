@@ -20,12 +20,10 @@ from flower_gpu.errors import WorkerStartError
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_a_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
-    done = run_script(
+def test_a_script_without_a_main_guard_runs_once(run_with_methods: RunScript) -> None:
+    done = run_with_methods(
         """
-        import sys
         from dataclasses import dataclass
-        from flower_gpu import run_in_worker
 
         print("the body runs")
         RATE = 0.5
@@ -40,11 +38,10 @@ def test_a_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
         def task(settings, x):
             return [helper(x), settings, Settings(epochs=9)]
 
-        for method in sys.argv[1:]:
+        for method in METHODS:
             half, passed, new = run_in_worker(task, Settings(4), 10, start_method=method)
             print(half, passed, new, type(passed) is Settings, type(new) is Settings)
-        """,
-        *SUPERVISED,
+        """
     )
     assert done.stdout == "the body runs\n" + "5.0 Settings(epochs=4) Settings(epochs=9) True True\n" * 3
     assert done.stderr == ""
@@ -81,24 +78,21 @@ def test_the_worker_searches_the_path_of_its_caller(
 
 
 def test_workers_have_the_interpreter_options_and_safe_path_of_the_caller(
-    run_script: RunScript, tmp_path: Path
+    run_with_methods: RunScript, tmp_path: Path
 ) -> None:
     """With PYTHONSAFEPATH, neither the working folder nor the script's folder is searched."""
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('the wrong signal')\n")
-    done = run_script(
+    done = run_with_methods(
         """
-        import os, sys
         import light_servers
-        from flower_gpu import run_in_worker
         light_servers.begin()
-        for method in sys.argv[1:]:
+        for method in METHODS:
             assert run_in_worker("plain_tasks:answer", start_method=method) == 42
             print("optimized", sys.flags.optimize, run_in_worker(lambda: __debug__, start_method=method))
         """,
-        *SUPERVISED,
         flags=("-O",),
-        env={**WITH_TASKS, "PYTHONSAFEPATH": "1"},
+        env={"PYTHONSAFEPATH": "1"},
         cwd=tmp_path,
     )
     assert done.stdout == "optimized 1 False\n" * 3
@@ -169,13 +163,10 @@ def test_a_nested_call_has_its_own_process_and_group(start_method: str, run: Run
     assert group == nested
 
 
-def test_a_daemonic_process_can_make_calls(run_script: RunScript) -> None:
+def test_a_daemonic_process_can_make_calls(run_with_methods: RunScript) -> None:
     """multiprocessing does not let a daemonic process have children."""
-    done = run_script(
+    done = run_with_methods(
         """
-        import multiprocessing, sys
-        from flower_gpu import run_in_worker
-
         def task():
             import multiprocessing
             process = multiprocessing.get_context("fork").Process(target=print, args=("grandchild",))
@@ -184,14 +175,13 @@ def test_a_daemonic_process_can_make_calls(run_script: RunScript) -> None:
             return multiprocessing.current_process().daemon
 
         def client():
-            for method in sys.argv[1:]:
+            for method in METHODS:
                 print(run_in_worker(task, start_method=method), flush=True)
 
         process = multiprocessing.get_context("fork").Process(target=client, daemon=True)
         process.start()
         process.join()
-        """,
-        *SUPERVISED,
+        """
     )
     assert done.stdout == "grandchild\nFalse\n" * 3
 
@@ -266,27 +256,24 @@ def test_values_of_variables_are_not_on_the_command_line(start_method: str, run:
         assert " of client 3" in text
 
 
-def test_output_is_utf8_in_every_locale(run_script: Callable[..., Any]) -> None:
+def test_output_is_utf8_in_every_locale(run_with_methods: Callable[..., Any]) -> None:
     """The caller decodes it as UTF-8, and escapes characters that its own stream cannot write."""
-    done = run_script(
+    done = run_with_methods(
         """
-        import os, sys
         import light_servers
-        from flower_gpu import run_in_worker
         light_servers.begin()
 
         def task():
             print("caf\\u00e9")
             os._exit(3)
 
-        for method in sys.argv[1:]:
+        for method in METHODS:
             try:
                 run_in_worker(task, start_method=method)
             except Exception as error:
                 print(ascii(str(error)[-4:]))
         """,
-        *SUPERVISED,
-        env={**WITH_TASKS, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
     )
     assert done.stdout == "caf\\xe9\n'caf\\xe9'\n" * 3
 

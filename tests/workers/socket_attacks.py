@@ -185,7 +185,7 @@ def calls(*methods: str) -> list[Any]:
     results: list[Any] = []
     for method in methods:
         try:
-            results.append(run_in_worker("tasks_confined:can_read_state", start_method=method))
+            results.append(run_in_worker("socket_attacks:can_read_state", start_method=method))
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}")
     return results

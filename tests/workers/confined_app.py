@@ -68,7 +68,7 @@ def asks_another_worker(path: str) -> list[str]:
     from flower_gpu import run_in_worker
 
     try:
-        run_in_worker("confinement_tasks:reads", path, start_method="spawn")
+        run_in_worker("confined_app:reads", path, start_method="spawn")
     except OSError as error:
         return [str(run_in_worker(complex, 1, 2, start_method="spawn")), type(error).__name__]
     return ["was read"]

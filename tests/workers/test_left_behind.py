@@ -1,4 +1,4 @@
-"""Processes of other accounts can reach neither our sockets nor those of libraries in our processes."""
+"""What a worker leaves behind: sockets, which other accounts cannot reach, folders, and processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ import pytest
 from forkservers import Client, only_server
 from processes import is_running, running_in_group, wait_until
 from strangers import addresses_of, needs_root, reached_by_a_stranger
+from worker_lines import Caller
 
 from flower_gpu import run_in_worker
-from flower_gpu.errors import WorkerDiedError
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
 from flower_gpu.workers import state_folder
 
 pytestmark = forkservers.marks()
 
-WAIT = "tasks_sockets:wait_with_sockets"
+WAIT = "left_tasks:wait_with_sockets"
 # Number of sockets: a Listener, a Manager, multiprocessing's fork server, and a process that shares
 # descriptors.
 SOCKETS = 4
@@ -30,6 +32,8 @@ SOCKETS = 4
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
     with forkservers.own_servers(light=True) as servers_folder:
+        # Start the server now, so that calls with a time limit do not wait for it.
+        run_in_worker("os:getpid", start_method="forkserver")
         yield servers_folder.parent  # Other accounts may enter this folder.
 
 
@@ -86,7 +90,7 @@ def test_unprotected_sockets_and_folders_can_be_reached() -> None:
 
 def test_a_killed_worker_leaves_no_folder(start_method: str) -> None:
     with pytest.raises(WorkerDiedError):
-        run_in_worker("tasks_sockets:end_with_sockets", start_method=start_method)
+        run_in_worker("left_tasks:end_with_sockets", start_method=start_method)
     assert folders_of_workers() == []
 
 
@@ -137,3 +141,49 @@ def test_only_folders_of_workers_are_removed(folder: Path) -> None:
     parent.chmod(0o700)
     state_folder.remove_left_socket_folders()
     assert sorted(parent.iterdir()) == sorted(others)
+
+
+# Processes in their own sessions ----------------------------------------------------------------------------
+
+ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
+TIMEOUT_S = 10
+
+
+def pids_of(folder: Path) -> list[int]:
+    pids = [int(path.read_text()) for path in folder.iterdir()]
+    assert len(pids) == 4
+    return pids
+
+
+@pytest.mark.parametrize("end", ["return", "abort", "hang"])
+def test_processes_in_other_sessions_end_with_the_worker(end: str, tmp_path: Path) -> None:
+    expected = pytest.raises(ERRORS[end]) if end in ERRORS else nullcontext()
+    timeout_s = TIMEOUT_S if end == "hang" else 60
+    with expected:
+        living = run_in_worker(
+            "left_tasks:leave", str(tmp_path), end, start_method="forkserver", timeout_s=timeout_s
+        )
+        assert living == [True] * 4
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+def test_processes_in_other_sessions_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
+    """Processes of a worker that stays are not ended when workers of other lines end."""
+    line, other = caller.line(), caller.line()
+    assert caller.run("left_tasks:leave", str(tmp_path), "return", line=line, calls=3) == [True] * 4
+    for _ in range(3):
+        caller.run("os:getpid", line=other)
+    assert all(map(is_running, pids_of(tmp_path)))
+    line.retire()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+def test_a_fork_server_started_by_a_worker_stays() -> None:
+    """Other processes may use it already."""
+    pid = run_in_worker("left_tasks:start_server", "another", start_method="forkserver")
+    assert isinstance(pid, int)
+    for _ in range(3):  # These calls make the fork server look for orphans.
+        run_in_worker("os:getpid", start_method="forkserver")
+    assert is_running(pid)
