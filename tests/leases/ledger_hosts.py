@@ -53,10 +53,7 @@ class LedgerHost:
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.stub = Host(folder / "host", gpus=gpus, total=17 * GIB)
-        self.root = folder / "ledger"
-        self.root.mkdir()
-        self.root.chmod(0o1777)
-        self.env = {**self.stub.env, "FLOWER_GPU_LEDGER_DIR": str(self.root)}
+        self.root, self.env = self.stub.ledger, self.stub.env
         self._started: list[Claimant] = []
         self._pids: list[int] = []
         self._observer: Claimant | None = None
