@@ -14,7 +14,7 @@ test_versions() {
     tests/federations/test_federations.py::test_failing_clients_and_distributed_gpus
     tests/simulation/test_simulate_runs.py::test_each_message_has_its_own_worker_and_states_are_kept
     tests/simulation/test_flowers_grid.py)
-  local with_torch=(tests/cuda_stub/test_on_gpu.py tests/frameworks/test_cap.py tests/frameworks/test_pytorch_names.py
-    tests/pytorch/test_cap_and_memory.py tests/pytorch/test_leased_worker.py)
+  local with_torch=(tests/cuda_stub/test_on_gpu.py tests/frameworks/test_cap.py tests/frameworks/test_pytorch_memory.py
+    tests/frameworks/test_out_of_memory.py tests/pytorch/test_leased_worker.py)
   bare "$1" -m pytest -q -p no:cacheprovider -n 2 --dist loadfile "${with_flwr[@]}" "${with_torch[@]}"
 }

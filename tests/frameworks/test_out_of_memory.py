@@ -62,7 +62,9 @@ def raised_as(name: str, text: str) -> Exception:
     module, _, kind = name.rpartition(".")
     if module == "builtins":
         return getattr(__import__(module), kind)(text)  # type: ignore[no-any-return]
-    base = {"xgboost.core": ValueError, "torch": RuntimeError}.get(module, Exception)
+    bases = {"xgboost.core": ValueError, "cupy.cuda.memory": MemoryError}
+    bases |= dict.fromkeys(["torch", "torch.distributed", "jaxlib._jax", "jax.errors"], RuntimeError)
+    base = bases.get(module, Exception)
     return type(kind, (base,), {"__module__": module})(text)
 
 
@@ -104,6 +106,15 @@ FULL = [
     ),
     (f"{TENSORFLOW}.ResourceExhaustedError", f"{MUL % 'GPU'} failed to allocate memory [Op:Mul]"),
     (
+        f"{TENSORFLOW}.ResourceExhaustedError",
+        "OOM when allocating tensor with shape[9] on /device:GPU:0 by allocator GPU_0_bfc",
+    ),
+    ("torch.distributed.DistBackendError", "NCCL error ...\nCuda failure 2 'out of memory'"),
+    ("jaxlib._jax.XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes."),
+    ("jax.errors.JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."),
+    ("cupy.cuda.memory.OutOfMemoryError", "Out of memory allocating 1,024 bytes"),
+    ("numba.cuda.driver.CudaAPIError", "[2] CUDA_ERROR_OUT_OF_MEMORY"),
+    (
         f"{TENSORFLOW}.InternalError",
         "Failed copying input tensor from /task:0/device:CPU:0 to /task:0/device:GPU:0 in order to run "
         "_EagerConst: Dst tensor is not initialized.",
@@ -115,9 +126,18 @@ NOT_FULL = [
     (f"{TENSORFLOW}.ResourceExhaustedError", f"{MUL % 'CPU'} failed to allocate memory [Op:Mul]"),
     ("builtins.MemoryError", "Unable to allocate 105. MiB for an array with shape (21, 1024, 1280)"),
     ("builtins.MemoryError", "Maximum pool size exceeded"),
+    ("builtins.MemoryError", ""),
+    ("builtins.MemoryError", "CUDA out of memory"),
+    (
+        "builtins.RuntimeError",
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+    ),
+    (f"{TENSORFLOW}.ResourceExhaustedError", "OOM when allocating tensor on /device:CPU:0 by allocator cpu"),
     # These errors have other causes.
     ("lightgbm.basic.LightGBMError", "[CUDA] an illegal memory access was encountered /src/a.cu 57"),
     ("builtins.RuntimeError", "Triton Error [CUDA]: invalid argument"),
+    ("builtins.ValueError", "out of memory"),
+    ("jaxlib._jax.XlaRuntimeError", "INTERNAL: out of memory bounds"),
     ("app.Error", "my worker: Memory allocation error on worker 3"),
     (f"{TENSORFLOW}.InternalError", "Blas GEMM launch failed"),
 ]
@@ -179,6 +199,12 @@ def test_an_error_raised_in_a_finally_block_does_not_hide_the_first() -> None:
     assert requested_bytes(caught.value) == 2 << 30
 
 
+def test_a_circle_of_causes_does_not_loop_forever() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not out_of_memory_in(first)
+
+
 def test_an_error_raised_from_none_hides_the_first() -> None:
     with pytest.raises(KeyError) as caught:
         try:
@@ -195,8 +221,16 @@ def test_an_error_raised_from_none_hides_the_first() -> None:
         ("- Free memory: 12MB\n- Requested memory: 400MB", 400 << 20),
         ("- Requested memory: 1000", None),
         ("CUDA out of memory. Tried to allocate 2.50 GiB", 5 << 29),
+        ("Tried to allocate 20.00 MiB (GPU 0", 20 << 20),
+        ("Tried to allocate 512 bytes. GPU", 512),
+        ("Out of memory while trying to allocate 8589934592 bytes.", 8 << 30),
+        ("Out of memory while trying to allocate 8.00GiB.", 8 << 30),
+        ("Out of memory allocating 1,024 bytes (allocated so far", 1024),
+        ("CUDA error: out of memory", None),
         ("would exceed the limit. Requested size: 1,024.00 MiB.", 1 << 30),
     ],
 )
 def test_the_requested_size_is_read_from_the_text(text: str, nbytes: int | None) -> None:
-    assert requested_bytes(RuntimeError(text)) == nbytes
+    outer = ValueError("training failed")
+    outer.__cause__ = RuntimeError(text)
+    assert requested_bytes(outer) == requested_bytes(outer.__cause__) == nbytes
