@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -18,9 +18,11 @@ from types import FrameType
 from typing import Any
 
 import cuda_stub
+import nvml_stub
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from _pytest.outcomes import OutcomeException
+from command_shell import Shell
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 from properties import EXPLORED, USUAL, examples
 from run_programs import TIMEOUT_S
@@ -162,6 +164,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell on a machine without GPUs."""
+    shell = Shell(tmp_path)
+    yield shell
+    shell.end()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> nvml_stub.Host:
+    """A host with two stub GPUs of 16 GiB."""
+    return nvml_stub.Host(tmp_path / "host")
 
 
 @pytest.fixture

@@ -56,11 +56,6 @@ def tiny_app(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path / "host", gpus=2)
-
-
-@pytest.fixture
 def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
     """Plan all command lines in one process, on a host with stub GPUs, or without GPUs if it is None."""
     pyproject = tiny_app / "pyproject.toml"

@@ -1,4 +1,1 @@
-"""The fixtures ``shell`` and ``host``, a host with stub GPUs, from the tests of commands."""
-
-from cli.conftest import host as host
-from cli.conftest import shell as shell
+"""Because of this file, tests in the subfolders can import the helpers of this folder."""

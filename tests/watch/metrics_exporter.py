@@ -6,7 +6,7 @@ import subprocess
 import sys
 import urllib.request
 
-from cli.command_shell import Shell
+from command_shell import Shell
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cli.command_shell import Shell
+from command_shell import Shell
 from metrics_exporter import Exporter, value
 from nvml_stub import GIB, Host
 from prometheus_client import CollectorRegistry, generate_latest

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.command_shell import Shell
+from command_shell import Shell
 
 from flower_gpu import trace
 from flower_gpu.apps.recording import registered

@@ -45,7 +45,7 @@ class StubHost:
             **SHARED_STATE,
             "FLOWER_GPU_POLICY": "offer",
             # Clients of the app "leased" take memory of the stub, and write down what they see.
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": str(Path(__file__).parent),
             "LEASED_APP_NOTES": str(folder / "notes.jsonl"),
             "LEASED_APP_GO_ON": str(folder / "go-on"),
         }
@@ -80,7 +80,7 @@ class StubHost:
 
         ``count``: number of GPUs. ``asked``: memory or share of each GPU.
         """
-        program = [sys.executable, str(Path(__file__).parents[1] / "cli/lease_user.py")]
+        program = [sys.executable, str(Path(__file__).with_name("lease_user.py"))]
         with subprocess.Popen(
             [*program, "another", str(count), asked],
             stdin=subprocess.PIPE,

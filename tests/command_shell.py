@@ -15,7 +15,7 @@ from nvml_stub import Host
 from run_programs import run_python
 from waiting import until
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 USER = Path(__file__).with_name("lease_user.py")
 TIMEOUT_S = 100
 

@@ -681,7 +681,7 @@ def test_the_sha256_of_a_model_is_computed_as_documented(
     model = ArrayRecord({"b": Array(np.ones((2, 3))), "a": Array(np.arange(4, dtype=np.int32))})
     write_model(model, folder)
     monkeypatch.chdir(folder.path)
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "result.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "result.md").read_text()
     section = page.partition("\n## The SHA-256 of a model\n")[2]
     exec(section.partition("```python\n")[2].partition("```")[0], {})
     assert capsys.readouterr().out.strip() == model_sha256(model)

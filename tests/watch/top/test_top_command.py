@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.command_shell import Shell
+from command_shell import Shell
 from nvml_stub import GIB, Host
 from top_traces import run_of
 from waiting import until
 
 from flower_gpu.cli import main as cli
 
-HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs/reference/top.md"
+WATCH, TESTS, REPOSITORY = [*Path(__file__).parents][1:4]
+PAGE = REPOSITORY / "docs/reference/top.md"
 RESERVE = 256 * 2**20
 
 
@@ -38,8 +38,11 @@ def wait_for_top(
 
 def client(shell: Shell, folder: Path) -> subprocess.Popen[str]:
     """Start a client with a call that runs until the file "go-on" exists."""
-    env = {"FLOWER_GPU_RUN_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parents[1]}"}
-    return shell.start(sys.executable, str(HERE / "top_client.py"), str(folder), env=env)
+    env = {
+        "FLOWER_GPU_RUN_DIR": str(folder),
+        "PYTHONPATH": f"{WATCH}:{TESTS}:{REPOSITORY}",
+    }
+    return shell.start(sys.executable, str(WATCH / "top_client.py"), str(folder), env=env)
 
 
 def test_gpus_leases_and_the_order_of_waiting_claims(shell: Shell, host: Host, tmp_path: Path) -> None:

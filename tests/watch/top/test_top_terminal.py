@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.command_shell import Shell
+from command_shell import Shell
 from many_files import WITH_MANY_FILES
 from nvml_stub import GIB, Host
 

@@ -488,7 +488,7 @@ for _ in range(5):
         WRITER + script,
         str(tmp_path / "checkpoint"),
         str(Path(__file__).parent),
-        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[2]),
     )
 
 
@@ -559,5 +559,5 @@ assert check_complete(folder) == 5
         WRITER + script,
         str(tmp_path / "checkpoint"),
         str(Path(__file__).parent),
-        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[2]),
     )

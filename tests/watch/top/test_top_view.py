@@ -19,7 +19,7 @@ from flower_gpu.watch.top.lines import coloured
 from flower_gpu.watch.top.snapshot import Snapshot
 from flower_gpu.watch.top.view import Size, divided, draw
 
-PAGE = Path(__file__).parents[2] / "docs/reference/top.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/top.md"
 SIZES = [(80, 24), (200, 50)]
 SECTIONS = ["flower-gpu top", "GPU 0", "Runs", "Workers", "Waiting"]
 

@@ -248,7 +248,7 @@ def test_a_failed_write_is_an_error_and_leaves_the_states_unchanged(
         assert [number_of(states.get(found)) for found in range(3)] == [0, 1, 2]
         """,
         str(tmp_path / "states"),
-        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[2]),
     )
 
 
