@@ -18,7 +18,7 @@ from processes import (
     Run,
     descriptors,
     new_in_shared_memory,
-    running_in_group,
+    running_in_groups,
     wait_until,
     zombies_of,
 )
@@ -104,7 +104,9 @@ def run(
     assert zombies_of(os.getpid()) == []
     # This process may have run a call itself, and may lead a group.
     for pid in {*traced.pids()} - {os.getpid()}:
-        assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
+        assert wait_until(lambda pid=pid: not running_in_groups(pid)), (
+            f"group {pid}: {running_in_groups(pid)}"
+        )
     folders = set((state_folder.state_dir() / "sockets").iterdir())
     assert not [path for path in folders for pid in traced.pids() if path.name.endswith(f"-{pid}")]
     kept = {str(connection.fileno()) for connection in client._memory.stays.connections.values()}

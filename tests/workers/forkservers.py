@@ -22,6 +22,7 @@ import pytest
 from processes import is_running, wait_until
 
 import flower_gpu
+from flower_gpu import run_in_worker
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import client, control
 
@@ -198,6 +199,13 @@ int sum_in_two_threads(void)
 def release_servers() -> None:
     """Close this process's connections to fork servers, so that they may end."""
     client._memory.stays.close()
+
+
+def call_server() -> int:
+    """Make a call in this process, and return the pid of its fork server."""
+    server = run_in_worker("tasks_forkserver:server", start_method="forkserver")
+    assert isinstance(server, int)
+    return server
 
 
 def only_server() -> control.Status:

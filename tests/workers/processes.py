@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from live_processes import is_running as is_running
 from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.workers.forkserver import control
+
+T = TypeVar("T")
 
 #: Folder with the POSIX shared memory and semaphores of all processes of the host.
 SHARED_MEMORY = Path("/dev/shm")
@@ -39,9 +42,9 @@ def all_processes() -> Iterator[Status]:
         yield Status(int(folder.name), state, int(parent), int(group))
 
 
-def running_in_group(group: int) -> list[int]:
-    """Return the processes of a group that have not ended. Zombies count as ended."""
-    return [status.pid for status in all_processes() if status.group == group and status.state not in "ZX"]
+def running_in_groups(*groups: int) -> list[int]:
+    """Return the processes of these groups that have not ended. Zombies count as ended."""
+    return [status.pid for status in all_processes() if status.group in groups and status.state not in "ZX"]
 
 
 def zombies_of(parent: int) -> list[int]:
@@ -102,6 +105,19 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 90.0) -> bool:
     with suppress(AssertionError):
         return until(condition, timeout_s=timeout_s)
     return False
+
+
+def settled(look: Callable[[], T]) -> T:
+    """Return a value once it has stopped to change, for example after the end of earlier calls."""
+    readings = [look()]
+
+    def is_settled() -> bool:
+        time.sleep(0.05)
+        readings.append(look())
+        return readings[-1] == readings[-2]
+
+    assert wait_until(is_settled)
+    return readings[-1]
 
 
 #: The start methods whose workers are separate processes.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import run_programs
 from forkservers import WITH_TASKS
 
 pytestmark = pytest.mark.timeout(300)
@@ -138,12 +138,10 @@ if __name__ == "__main__":
 """
 
 
-def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, text: str, *words: str) -> run_programs.Ended:
     (folder / "script.py").write_text(text)
-    line = [sys.executable, "script.py", *words]
-    return subprocess.run(
-        line, cwd=folder, env={**os.environ, **WITH_TASKS}, capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "script.py", *words]
+    return run_programs.run(command, cwd=folder, env={**os.environ, **WITH_TASKS}, timeout_s=280)
 
 
 def test_a_worker_takes_over_the_settings_of_a_script(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import forkservers
 import pytest
+import run_programs
 from many_files import WITH_MANY_FILES
 from processes import is_running
 from waiting import until
@@ -88,10 +89,8 @@ def report_in(text: str) -> dict[str, Any]:
 
 def run(
     app: Path, do: str, *options: str, stdin: str = "", **more: Any
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    done = subprocess.run(
-        command(app, do, *options), input=stdin, capture_output=True, text=True, timeout=120, **more
-    )
+) -> tuple[run_programs.Ended, dict[str, Any]]:
+    done = run_programs.run(command(app, do, *options), input=stdin, **more)
     return done, report_in(done.stdout) if "REPORT " in done.stdout else {}
 
 
@@ -124,9 +123,7 @@ def test_a_run_has_the_streams_and_environment_of_its_command(app: Path, tmp_pat
 
 def test_the_command_may_have_many_open_files(app: Path) -> None:
     """The command waits for the run, even if its descriptor for the run has a large number."""
-    done = subprocess.run(
-        [*WITH_MANY_FILES, *command(app, "report()")], capture_output=True, text=True, timeout=120
-    )
+    done = run_programs.run([*WITH_MANY_FILES, *command(app, "report()")])
     assert done.returncode == 0 and report_in(done.stdout)["parent"] != os.getpid(), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -136,9 +133,7 @@ def test_under_a_debugger_or_with_another_start_method_the_command_runs_it_itsel
         "import sys; sys.settrace(lambda *_: None); from flower_gpu.cli.main import main; sys.exit(main())"
     )
     arguments = command(app, "report()")[3:]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
-    )
+    done = run_programs.run_python(program, *arguments)
     assert report_in(done.stdout)["parent"] == os.getpid(), done.stderr
     done, report = run(app, "report()", env={**os.environ, "FLOWER_GPU_START_METHOD": "spawn"})
     assert report["parent"] == os.getpid(), done.stderr

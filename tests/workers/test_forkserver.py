@@ -13,7 +13,7 @@ from typing import Any
 
 import forkservers
 import pytest
-from forkservers import Client, only_server, until_only
+from forkservers import Client, call_server, only_server, until_only
 from processes import all_processes, children_of, is_running, wait_until
 
 from flower_gpu import WorkerDiedError, run_in_worker
@@ -30,13 +30,6 @@ def no_server() -> None:
     control.stop(wait_s=20)
     forkservers.release_servers()
     assert control.status() == []
-
-
-def call() -> int:
-    """Make a call in this process, and return the pid of the server."""
-    server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
-    assert isinstance(server, int)
-    return server
 
 
 def name_of_server(caller: Client) -> str:
@@ -102,7 +95,7 @@ class TestEnd:
             assert wait_until(lambda: not is_running(server))
             assert list(folder.glob("*.socket")) == []
             assert control.status() == []
-            assert call() != server
+            assert call_server() != server
 
     def test_a_server_told_to_stop_waits_for_its_workers(self, no_server: None, tmp_path: Path) -> None:
         go = tmp_path / "go"
@@ -116,7 +109,7 @@ class TestEnd:
             assert len(server.workers) == 6
             os.kill(server.pid, signal.SIGTERM)
             assert wait_until(lambda: control.status() == [])
-            other = call()  # The old server still waits for its workers.
+            other = call_server()  # The old server still waits for its workers.
             assert is_running(server.pid)
             go.touch()
             assert {future.result() for future in running} == {server.pid} != {other}
@@ -142,7 +135,7 @@ class TestReplacement:
             with pytest.raises(WorkerDiedError, match="the last words") as caught:
                 crash.result()
             assert "in an unknown way (the fork server that forked it was ended" in str(caught.value)
-        assert call() != server
+        assert call_server() != server
 
     def test_a_server_that_hangs_is_replaced(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -151,9 +144,9 @@ class TestReplacement:
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-        server = call()
+        server = call_server()
         os.kill(server, signal.SIGSTOP)
-        assert call() != server
+        assert call_server() != server
         assert not is_running(server)
         assert f"the fork server (pid {server}) has not answered for 0.1 s: it is stopped" in caplog.text
 
@@ -164,11 +157,11 @@ class TestReplacement:
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         monkeypatch.setattr(client, "KILLED_S", 0.1)
-        server = call()
+        server = call_server()
         os.kill(server, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(signal, "pidfd_send_signal", lambda *_: None)
-            assert call() != server
+            assert call_server() != server
         assert is_running(server)
         os.kill(server, signal.SIGKILL)
 
@@ -184,14 +177,14 @@ class TestReplacement:
             return fork(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(client.ServerPlace, "fork", stop_and_fork)
-        assert call() not in stopped
+        assert call_server() not in stopped
         assert not is_running(stopped[0])
 
     def test_a_server_whose_folder_was_removed_is_replaced(self, tmp_path: Path) -> None:
         with forkservers.own_servers(light=True) as folder:
-            server = call()
+            server = call_server()
             folder.rename(tmp_path / "elsewhere")
-            assert call() != server
+            assert call_server() != server
             forkservers.release_servers()
             assert wait_until(lambda: not is_running(server))
 
@@ -243,8 +236,8 @@ class TestReplacement:
         monkeypatch.setattr(program, "_start", start_and_kill)
         if kills == 2:
             with pytest.raises(WorkerStartError, match="fork server could not be started: it ended"):
-                call()
-        assert call() == only_server().pid
+                call_server()
+        assert call_server() == only_server().pid
 
 
 def test_each_hash_seed_has_its_own_server(no_server: None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import forkservers
 import pytest
 import socket_attacks
-from forkservers import Client, only_server, until_only
+from forkservers import Client, call_server, only_server, until_only
 from processes import SUPERVISED, is_running, wait_until
 
 from flower_gpu import landlock, run_in_worker
@@ -57,7 +57,7 @@ def _own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.fixture
 def holder(folder: Path) -> Iterator[tuple[int, int]]:
     """This process holds the file with the proof open, as each caller does for a moment."""
-    run_in_worker("tasks_forkserver:server", **FORKSERVER)
+    call_server()
     descriptor = os.open(folder / sockets.PROOF, os.O_RDONLY)
     yield os.getpid(), descriptor
     os.close(descriptor)
@@ -89,7 +89,7 @@ def test_a_confined_worker_cannot_prove_that_it_is_a_caller(holder: tuple[int, i
         "by another process's /proc": "PermissionError",
         "by another process's pidfd": "PermissionError",
     }
-    assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == only_server().pid
+    assert call_server() == only_server().pid
 
 
 def test_an_unconfined_worker_can_prove_that_it_is_a_caller(holder: tuple[int, int]) -> None:
@@ -99,7 +99,7 @@ def test_an_unconfined_worker_can_prove_that_it_is_a_caller(holder: tuple[int, i
     refused = ("nothing", "by its path only", "ioctl", "another file", "memory", "folder", "two files")
     for method, result in results.items():
         assert result == ("closed" if any(text in method for text in refused) else ANSWER), method
-    assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == only_server().pid
+    assert call_server() == only_server().pid
 
 
 def test_every_request_of_a_confined_worker_is_refused(folder: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_worker_does_not_see_variables_of_other_callers(tmp_path: Path) -> Non
     def many(name: str) -> dict[str, str]:
         return {f"OF_{name}_{letter}": value(name + letter) for letter in string.ascii_lowercase}
 
-    first = run_in_worker("tasks_forkserver:server", **FORKSERVER)
+    first = call_server()
     with Client(env=many("another")) as other, Client(env={"OF_CALLER": value("caller")}) as caller:
         with Client(env=many("earlier")) as earlier:
             assert earlier.call("tasks_forkserver:server") == first
@@ -276,9 +276,9 @@ def test_no_app_runs_if_it_could_read_the_state_folder(
 
 def test_a_removed_file_is_created_again(folder: Path) -> None:
     """A cleanup may remove the file. The next caller creates it again."""
-    server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
+    server = call_server()
     (folder / sockets.PROOF).unlink()
-    assert run_in_worker("tasks_forkserver:server", **FORKSERVER) == server
+    assert call_server() == server
     (folder / sockets.PROOF).unlink()
     with Client() as other:
         assert other.call("tasks_forkserver:server") == server
@@ -288,7 +288,7 @@ def test_connections_of_confined_processes_do_not_keep_a_server_alive(tmp_path: 
     """Confined processes do not count as users of a server."""
     with forkservers.own_servers(idle_s=1, light=True):
         started, until = tmp_path / "started", tmp_path / "until"
-        server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
+        server = call_server()
         name = only_server().name
         with Client(env={"FLOWER_GPU_START_METHOD": "spawn"}) as hostile:
             hostile.send("socket_attacks:hold_connections", name, str(started), str(until))

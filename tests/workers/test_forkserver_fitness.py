@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import forkservers
 import pytest
 from forkservers import Client
 from processes import wait_until
+from run_programs import run_python
 
 from flower_gpu.workers.forkserver import control, fitness
 
@@ -111,8 +111,7 @@ class TestVariables:
             print(use.differs_from(identity.digests(others, others)))
             """
         env = {**os.environ, "FLWR_HOME": str(tmp_path)}
-        line = [sys.executable, "-c", textwrap.dedent(program)]
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100, check=True)
+        done = run_python(textwrap.dedent(program), env=env, check=True)
         assert "FLWR_HOME" not in done.stdout
 
     def test_a_library_sees_the_variables_of_the_call(self, learned: str) -> None:
@@ -391,10 +390,7 @@ def test_a_library_that_catches_every_error_cannot_continue_after_it_is_refused(
         except libraries.UnfitLibraryError as error:
             print(error.libraries)
         """
-    line = [sys.executable, "-c", textwrap.dedent(program)]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
-    )
+    done = run_python(textwrap.dedent(program), env=env, cwd=tmp_path, check=True)
     assert done.stdout == "['starts_and_catches']\n"
     assert not (tmp_path / "kept").exists()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import forkservers
 import pytest
+from run_programs import run, run_python
 
 from flower_gpu.workers.forkserver import client, identity
 
@@ -47,13 +47,11 @@ def name(site: Path) -> str:
 
 def import_packages(site: Path) -> None:
     program = "import sys; sys.path.append(sys.argv[1]); import single, package"
-    subprocess.run([sys.executable, "-c", program, str(site)], env=WRITING, check=True, timeout=150)
+    run_python(program, site, env=WRITING, check=True)
 
 
 def compile_packages(site: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "compileall", "-q", str(site)], env=WRITING, check=True, timeout=150
-    )
+    run([sys.executable, "-m", "compileall", "-q", site], env=WRITING, check=True)
 
 
 @pytest.mark.parametrize("write", [import_packages, compile_packages])
@@ -119,16 +117,8 @@ def test_a_change_of_this_package_changes_the_server(tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "flower_gpu", ignore=shutil.ignore_patterns("__pycache__"))
 
     def name_with_copy() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", NAME, str(tmp_path)],
-            env={**WRITING, "PYTHONPATH": str(tmp_path)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=True,
-        )
-        return done.stdout
+        env = {**WRITING, "PYTHONPATH": str(tmp_path)}
+        return run_python(NAME, tmp_path, env=env, cwd=tmp_path, check=True).stdout
 
     before = name_with_copy()
     assert (tmp_path / "flower_gpu" / "__pycache__").is_dir()  # The first process has written it.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import forkservers
 import nvml_stub
 import pytest
 from forkservers import Client, only_server
+from run_programs import run_python
 from worker_lines import Caller
 
 from flower_gpu.workers.forkserver import control
@@ -127,14 +126,7 @@ def test_libraries_beside_the_cudnn_of_pytorch_are_loaded(tmp_path: Path) -> Non
         command = ["cc", "-shared", f"-Wl,-soname,{name}", "-x", "c", "/dev/null", "-o", str(folder / name)]
         subprocess.run(command, check=True, timeout=150)
     (folder / "libcudnn_ops.so.9").write_text("not a library\n")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LOADS), str(folder / good[0])],
-        env={**os.environ, **forkservers.WITH_TASKS},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    done = run_python(LOADS, folder / good[0], env={**os.environ, **forkservers.WITH_TASKS})
     assert done.stdout.splitlines() == sorted(str(folder / name) for name in good), done.stderr
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 import forkservers
 import pytest
-from forkservers import Client, only_server, until_only
-from processes import is_running, wait_until
+from forkservers import Client, call_server, only_server, until_only
+from processes import is_running, settled, wait_until
 
-from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver import control, identity, sockets
@@ -28,13 +26,6 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
 
 STRANGER = 54321
 FORKSERVER = {"start_method": "forkserver"}
-
-
-def call() -> int:
-    """Make a call in this process, and return the pid of the server."""
-    server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
-    assert isinstance(server, int)
-    return server
 
 
 def connect() -> socket.socket:
@@ -130,8 +121,8 @@ GARBAGE = {
 class TestGarbage:
     @pytest.mark.parametrize("send", GARBAGE.values(), ids=GARBAGE.keys())
     def test_garbage_does_not_harm_the_server(self, send: Callable[[socket.socket], None]) -> None:
-        server = call()
-        before = settled_descriptors(server)
+        server = call_server()
+        before = settled(lambda: open_descriptors(server))
         connection = connect()
         with suppress(OSError):  # The message may be larger than the kernel allows.
             send(connection)
@@ -139,39 +130,39 @@ class TestGarbage:
         while connection.recv(1 << 16):  # Skip a possible answer.
             pass
         connection.close()
-        assert call() == server
+        assert call_server() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
 
     def test_a_worker_is_not_reaped_by_another_connection(self, tmp_path: Path) -> None:
         """The request of the other connection fails without waiting for a worker that it did not fork."""
         started, go = tmp_path / "started", tmp_path / "go"
-        with Client() as working, connect_after(call) as connection:
+        with Client() as working, connect_after(call_server) as connection:
             working.send("tasks_forkserver:wait", str(started), str(go))
             assert wait_until(started.exists)
             messages.send(connection, {"op": "reap"})
             assert answer(connection) is None
-            assert call() == only_server().pid
+            assert call_server() == only_server().pid
             go.touch()
             assert working.receive() == only_server().pid
 
     @pytest.mark.parametrize("twice", [False, True])
     def test_a_connection_closed_after_open_leaks_nothing(self, twice: bool) -> None:
-        server = call()
-        before = settled_descriptors(server)
-        with connect_after(call) as connection:
+        server = call_server()
+        before = settled(lambda: open_descriptors(server))
+        with connect_after(call_server) as connection:
             message("open", working_folder, worker_file, record=record())(connection)
             assert answer(connection) == {"fit": True}
             if twice:
                 message("open", working_folder, worker_file, record=record())(connection)
                 assert answer(connection) is None
-        assert call() == server
+        assert call_server() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
 
     def test_a_worker_ends_when_its_connection_is_closed(self) -> None:
         """No caller waits for the worker any longer."""
-        server = call()
-        before = settled_descriptors(server)
-        with connect_after(call) as connection:
+        server = call_server()
+        before = settled(lambda: open_descriptors(server))
+        with connect_after(call_server) as connection:
             life, write = os.pipe()
             message("open", working_folder, worker_file, record=record())(connection)
             answer(connection)
@@ -182,7 +173,7 @@ class TestGarbage:
             os.close(life)
             os.close(write)
         assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
-        assert call() == server
+        assert call_server() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
 
 
@@ -200,19 +191,6 @@ def connect_after(first: Callable[[], int]) -> Iterator[socket.socket]:
     first()
     with connect() as connection:
         yield connection
-
-
-def settled_descriptors(pid: int) -> list[str]:
-    """Return the descriptors that stay open once the server has noticed the end of earlier calls."""
-    readings = [open_descriptors(pid)]
-
-    def is_settled() -> bool:
-        time.sleep(0.05)
-        readings.append(open_descriptors(pid))
-        return readings[-1] == readings[-2]
-
-    assert wait_until(is_settled)
-    return readings[-1]
 
 
 def open_descriptors(pid: int) -> list[str]:
@@ -258,15 +236,15 @@ print(connection.recv(1000), flush=True)
 @needs_root
 class TestOtherUsers:
     def test_other_users_are_refused_at_the_socket(self, folder: Path) -> None:
-        server = call()
+        server = call_server()
         program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{only_server().name}.socket")]
         answer = subprocess.run(program, capture_output=True, text=True, timeout=150, check=True).stdout
         assert answer in ("answer b''\n", "ConnectionResetError\n", "BrokenPipeError\n")
-        assert call() == server
+        assert call_server() == server
 
     def test_a_server_of_another_user_is_not_used(self, folder: Path) -> None:
         """Not even callers of root pass their descriptors to a process of another user."""
-        server = call()
+        server = call_server()
         name = only_server().name
         path = folder / f"{name}.socket"
         kept = path.rename(folder / "kept")
@@ -289,7 +267,7 @@ class TestOtherUsers:
             kept.rename(path)
         # The server ends because its socket was missing for a moment.
         assert wait_until(lambda: not is_running(server))
-        assert call() != server
+        assert call_server() != server
 
 
 UNSAFE: dict[str, Callable[[Path], object]] = {
@@ -315,7 +293,7 @@ def test_an_unsafe_folder_is_refused(make: Callable[[Path], object], monkeypatch
         make(path)
         reason = "must be a folder of this user that no other user|account .* has made .*, the folder of"
         with pytest.raises(WorkerStartError, match=reason) as caught:
-            call()
+            call_server()
         assert str(path) in str(caught.value) and "FLOWER_GPU_STATE_DIR" in str(caught.value)
         assert not path.is_dir() or not list(path.iterdir())
         assert control.status() == [] == control.stop()
@@ -333,7 +311,7 @@ def test_the_folder_may_have_a_long_path(monkeypatch: pytest.MonkeyPatch, folder
     """The path is longer than the address of a socket may be."""
     with forkservers.own_servers(light=True) as short:
         monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(short / ("long" * 50) / ("longer" * 30)))
-        server = call()
+        server = call_server()
         assert until_only(lambda status: status.calls == 1).pid == server
-        assert call() == server
+        assert call_server() == server
         assert control.stop(wait_s=20) == [server]

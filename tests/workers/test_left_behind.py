@@ -13,7 +13,7 @@ from typing import Any
 import forkservers
 import pytest
 from forkservers import Client, only_server
-from processes import is_running, running_in_group, wait_until
+from processes import is_running, running_in_groups, wait_until
 from strangers import addresses_of, needs_root, reached_by_a_stranger
 from worker_lines import Caller
 
@@ -50,7 +50,7 @@ def check_sockets(tmp_path: Path, call: Callable[[str, str], Any]) -> None:
     try:
         assert wait_until(lambda: ready.exists() or not thread.is_alive(), 90)
         pid = int(ready.read_text())
-        addresses = addresses_of(running_in_group(pid))
+        addresses = addresses_of(running_in_groups(pid))
         assert len(addresses) == SOCKETS, addresses
         (socket_folder,) = (path for path in folders_of_workers() if path.name.endswith(f"-{pid}"))
         folders = [state_folder.state_dir(), socket_folder.parent, socket_folder]
@@ -103,7 +103,7 @@ def test_a_killed_caller_leaves_no_folder(start_method: str, tmp_path: Path) -> 
         assert wait_until(ready.exists, 90)
         pid = int(ready.read_text())
         os.kill(caller.pid, signal.SIGKILL)
-        assert wait_until(lambda: not running_in_group(pid))
+        assert wait_until(lambda: not running_in_groups(pid))
     if start_method == "spawn":
         # Threads of the killed process may end late, so several calls may be needed.
         assert wait_until(

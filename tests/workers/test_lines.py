@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import forkservers
 import numpy as np
 import pytest
 from phases import without_phases
-from processes import SHARED_MEMORY, descriptors, is_running, wait_until, zombies_of
-from worker_lines import Caller, descriptors_of, resident_bytes, running_in_groups, settled
+from processes import SHARED_MEMORY, descriptors, is_running, running_in_groups, wait_until, zombies_of
+from worker_lines import Caller, descriptors_of, resident_bytes, settled
 
-from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.errors import FlowerGPUError, WorkerDiedError
 
 pytestmark = forkservers.marks(fixture="folder")
 
@@ -37,14 +38,29 @@ def caller(module_caller: Caller) -> Iterator[Caller]:
     module_caller.pids.clear()
     yield module_caller
     module_caller.lines[0].retire()
-    assert wait_until(lambda: not running_in_groups(module_caller.pids)), running_in_groups(
-        module_caller.pids
+    assert wait_until(lambda: not running_in_groups(*module_caller.pids)), running_in_groups(
+        *module_caller.pids
     )
     assert module_caller.run("plain_tasks:answer", timeout_s=90) == 42
     assert module_caller.server_pid() == server
     assert len(descriptors()) <= len(before), (before, descriptors())
     assert settled(lambda: descriptors_of(server), server_descriptors)
     assert settled(lambda: len(zombies_of(server)), 0)
+
+
+@contextmanager
+def cancelled_when(condition: Callable[[], bool], caller: Caller) -> Iterator[None]:
+    """Cancel the call that runs in the block on the caller's first line, once a condition holds."""
+
+    def cancel() -> None:
+        assert wait_until(condition)
+        caller.lines[0].cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(WorkerDiedError):
+        yield
+    thread.join()
 
 
 @pytest.mark.parametrize("task", ["never_ends_its_thread", "never_ends_at_exit"])
@@ -249,16 +265,8 @@ def test_the_memory_of_a_worker_does_not_grow(recycler: Caller) -> None:
 
 def test_cancel_ends_the_running_call(recycler: Caller, tmp_path: Any) -> None:
     file = tmp_path / "pid"
-
-    def cancel() -> None:
-        assert wait_until(file.exists)
-        recycler.lines[0].cancel()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    with pytest.raises(WorkerDiedError):
+    with cancelled_when(file.exists, recycler):
         recycler.run("tasks_lines:say_pid_and_hang", str(file), calls=100)
-    thread.join()
     assert wait_until(lambda: not is_running(int(file.read_text())))
     assert recycler.run("tasks_lines:count", calls=100)[1] == 1
 
@@ -359,7 +367,7 @@ def test_semaphores_of_an_ended_worker_are_removed(new_caller: Caller, tmp_path:
     """The resource tracker in the worker's process group removes their files."""
     file = tmp_path / "name"
     new_caller.run("tasks_lines:count", calls=5)
-    with pytest.raises(WorkerTimeoutError):
-        new_caller.run("tasks_lines:leave_semaphore", str(file), calls=5, timeout_s=10)
+    with cancelled_when(lambda: file.exists() and bool(file.read_text()), new_caller):
+        new_caller.run("tasks_lines:leave_semaphore", str(file), calls=5)
     name = file.read_text().removeprefix("/")
     assert wait_until(lambda: not (SHARED_MEMORY / f"sem.{name}").exists())

@@ -26,6 +26,7 @@ from processes import (
     children_of,
     is_running,
     new_in_shared_memory,
+    settled,
     wait_until,
     zombies_of,
 )
@@ -87,7 +88,9 @@ def call_in_threads(calls: int) -> set[int]:
 
 def test_calls_leave_nothing_behind(server: int) -> None:
     caller = os.getpid()
-    before = {pid: settled(pid) for pid in (caller, server)}
+    for pid in (caller, server):
+        settled(lambda pid=pid: resources(pid).descriptors)
+    before = {pid: resources(pid) for pid in (caller, server)}
     shared = set(SHARED_MEMORY.iterdir())
     processes = {process.pid for process in all_processes() if process.parent in before}
     calls_before = only_server().calls
@@ -104,19 +107,6 @@ def test_calls_leave_nothing_behind(server: int) -> None:
         assert after.resident_mb < before[pid].resident_mb + SLACK_MB, (before[pid], after)
         assert after.maps <= before[pid].maps + 20, (before[pid], after)
     assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)
-
-
-def settled(pid: int) -> Resources:
-    """Return the resources of a process once those of earlier calls are released."""
-    counts = [resources(pid).descriptors]
-
-    def is_settled() -> bool:
-        threading.Event().wait(0.05)
-        counts.append(resources(pid).descriptors)
-        return counts[-1] == counts[-2]
-
-    assert wait_until(is_settled)
-    return resources(pid)
 
 
 def test_a_dead_worker_fails_only_its_own_call(start_method: str, run: Run) -> None:

@@ -7,11 +7,11 @@ import io
 import logging
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_programs import run_python
 from worker_lines import Caller
 
 import flower_gpu
@@ -229,9 +229,7 @@ print([name for name in ("flwr",) if name in sys.modules])
     ids=["alone", "flwr's logger", "basicConfig"],
 )
 def test_a_notice_in_a_script_is_printed_once(imports: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(imports=imports)], capture_output=True, text=True, timeout=150
-    )
+    done = run_python(SCRIPT.format(imports=imports))
     assert done.returncode == 0
     shown = [re.sub(r"^WARNING:flwr.flower_gpu:", "", line) for line in lines(done.stderr)]
     assert shown == ["a line", "a line that is said once"]

@@ -21,7 +21,8 @@ import pytest
 from forkservers import WITH_TASKS
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import SUPERVISED, Run
+from processes import Run
+from run_programs import run_python
 
 from flower_gpu import run_in_worker
 from flower_gpu.calls.settings import call_settings
@@ -62,11 +63,9 @@ def torch_of_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     torch.set_num_threads(previous)
 
 
-@pytest.fixture(params=SUPERVISED)
-def worker_start(request: pytest.FixtureRequest, torch_of_the_caller: Any) -> str:
-    if request.param == "fork" and initialized_cuda_devices() is not None:
-        pytest.skip("an earlier test has initialised CUDA in this process")
-    return str(request.param)
+@pytest.fixture
+def worker_start(start_method: str, torch_of_the_caller: Any) -> str:
+    return start_method
 
 
 # Tests of the planned number of threads.
@@ -262,18 +261,7 @@ def expected_counts() -> list[dict[str, int]]:
     """Numbers of threads of the libraries in a new process, for each of the ENVIRONMENTS."""
     code = "import json, tasks_threads; print(json.dumps(tasks_threads.count_threads()))"
     base = {name: value for name, value in os.environ.items() if name not in VARIABLES} | WITH_TASKS
-    return [
-        json.loads(
-            subprocess.run(
-                [sys.executable, "-c", code],
-                env=base | variables,
-                capture_output=True,
-                check=True,
-                timeout=150,
-            ).stdout
-        )
-        for variables in ENVIRONMENTS
-    ]
+    return [json.loads(run_python(code, env=base | env, check=True).stdout) for env in ENVIRONMENTS]
 
 
 @pytest.mark.skipif(

@@ -8,8 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import Run
 from properties import examples
+from run_programs import run_python
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import InvalidResultError, WorkerError, WorkerStartError
@@ -239,7 +238,7 @@ sys.last_object = Last()
 import atexit
 atexit.register(lambda: view[1])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "5001", "")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from processes import Status, all_processes, wait_until, zombies_of
+from processes import running_in_groups, wait_until, zombies_of
 
 from flower_gpu.workers import methods, state_folder
 from flower_gpu.workers.call import Call, Task
@@ -48,16 +48,10 @@ class Caller:
         """Close all lines, and check that no process or socket is left."""
         for line in self.lines:
             line.close()
-        assert wait_until(lambda: not running_in_groups(self.pids)), running_in_groups(self.pids)
+        assert wait_until(lambda: not running_in_groups(*self.pids)), running_in_groups(*self.pids)
         assert zombies_of(os.getpid()) == []
         sockets = (state_folder.state_dir() / "sockets").glob("*")
         assert not [path for path in sockets for pid in self.pids if path.name.endswith(f"-{pid}")]
-
-
-def running_in_groups(groups: Iterable[int]) -> list[Status]:
-    """Return the processes of these groups that have not ended."""
-    wanted = set(groups)
-    return [status for status in all_processes() if status.group in wanted and status.state not in "ZX"]
 
 
 def descriptors_of(pid: int) -> int:
