@@ -401,6 +401,9 @@ GPU_CAP: Final = Option(
     name="gpu_cap",
 )
 
+#: The options that limit workers.
+LIMITS: Final = {"gpu_guard": GPU_GUARD, "gpu_cap": GPU_CAP}
+
 STATE_DIR: Final = Option(
     "folder for flower-gpu-<uid>, which this user's processes share on this host",
     variable="FLOWER_GPU_STATE_DIR",
@@ -470,8 +473,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             PLACEMENT,
             RESERVE,
             POLL,
-            GPU_GUARD,
-            GPU_CAP,
+            *LIMITS.values(),
             IDLE_POLL,
         )
         if option.variable

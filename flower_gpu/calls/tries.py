@@ -155,7 +155,7 @@ class Tries:
                     break
                 is_done = False
                 try:
-                    value = self._under(lease, ticket)
+                    value = self._on_lease(lease, ticket)
                     is_done = True
                     return value
                 except Exception as error:
@@ -216,9 +216,9 @@ class Tries:
             f"(gpu_memory=, num_gpus=){cpu}"
         )
 
-    def _under(self, lease: Lease, ticket: Ticket) -> Any:
+    def _on_lease(self, lease: Lease, ticket: Ticket) -> Any:
         try:
-            return self._once(grants.adjust(lease, self.settings, self._chosen()), ticket)
+            return self._once(lease, ticket)
         finally:
             if "no_cuda" in self.events:
                 notices.say_why_no_cuda(lease, self.events["no_cuda"])
@@ -242,6 +242,7 @@ class Tries:
         settings, workers = self.settings.worker, self.workers
         self.method = method = self._chosen()
         terms = Terms(self.settings, method, self.environ, lease, ticket is None, workers.takes_over)
+        terms = grants.adjusted(terms)
         env = grants.environment(terms)
         record = {**self.fields, "start_method": method.name, **grants.describe(terms, env)}
         if self.settings.client_overrides:
@@ -250,7 +251,7 @@ class Tries:
         display = ProgressDisplay(self.label, record, workers.shows_progress, ends_once=is_of_server)
         # A worker with a GPU reports its memory itself, unless it may not write into the ticket.
         reports = terms.gpu_lease is None or settings.confinement is not None
-        report = WorkerReport(record, display, ticket, lease, reports, self.clients)
+        report = WorkerReport(record, display, ticket, terms.lease, reports, self.clients)
         self.events = report.events
 
         # This function must not refer to self: it is freed later than the arguments should be.

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import FOLDER, SWITCH, Kind
-from flower_gpu.options import CALL, CallOptions, Option, flag
+from flower_gpu.options import CALL, LIMITS, CallOptions, Option, flag
 
 #: Option of commands that can also print their output for programs.
 JSON: Final = MappingProxyType({"json": Option("print JSON", SWITCH, default=False)})
@@ -130,6 +130,12 @@ def given_calls(arguments: argparse.Namespace) -> CallOptions:
     """Return the call options that were given on a command line."""
     values = {name: getattr(arguments, name, None) for name, option in CALL.items() if option.commands}
     return {name: value for name, value in values.items() if value is not None}  # type: ignore[return-value]
+
+
+def given_limits(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the variables for limits of workers that were given on a command line."""
+    values = {option.variable: getattr(arguments, name) for name, option in LIMITS.items()}
+    return {variable: value for variable, value in values.items() if value is not None}
 
 
 def add_verbosity(parser: argparse.ArgumentParser) -> None:

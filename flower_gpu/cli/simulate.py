@@ -18,18 +18,10 @@ from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs, wi
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.apps.folder import RunFolder, check_log_dir, earlier_run, short
 from flower_gpu.calls.settings import checked_environment
-from flower_gpu.cli.arguments import Command, given_calls, is_quiet
+from flower_gpu.cli.arguments import Command, given_calls, given_limits, is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import FOLDER, PAIRS
-from flower_gpu.options import (
-    CALL,
-    GPU_CAP,
-    GPU_GUARD,
-    TRACKER,
-    CallOptions,
-    Option,
-    options_of,
-)
+from flower_gpu.options import CALL, LIMITS, TRACKER, CallOptions, Option, options_of
 from flower_gpu.printable import path_text, told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.simulation.options import NUM_SUPERNODES, OPTIONS, ClientOutputWord
@@ -61,8 +53,7 @@ _TABLE: Final = {
         replace(PAIRS, metavar="'MODULE:FUNCTION K=V ...'"),
         group="workers",
     ),
-    "gpu_guard": GPU_GUARD,
-    "gpu_cap": GPU_CAP,
+    **LIMITS,
     **options_of("simulate"),
     "tracker": TRACKER,
 }
@@ -140,10 +131,7 @@ def _call_options(arguments: argparse.Namespace) -> CallOptions:
     env = checked_environment(
         {name: value for name, value in calls.items() if name != "timeout_s"}, os.environ
     )
-    if arguments.gpu_guard is not None:
-        env[GPU_GUARD.variable] = arguments.gpu_guard
-    if arguments.gpu_cap is not None:
-        env[GPU_CAP.variable] = arguments.gpu_cap
+    env.update(given_limits(arguments))
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)

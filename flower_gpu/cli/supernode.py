@@ -19,7 +19,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.grants import guard
 from flower_gpu.calls.settings import checked_environment, command_settings
 from flower_gpu.cli import confine
-from flower_gpu.cli.arguments import Command, given_calls, is_quiet
+from flower_gpu.cli.arguments import Command, given_calls, given_limits, is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import COUNT, FOLDER
 from flower_gpu.launch import ports, supernodes
@@ -27,15 +27,7 @@ from flower_gpu.launch.options import check_node_config, node_config_of
 from flower_gpu.launch.supernode_log import COMMAND as FLOWERS
 from flower_gpu.launch.supernode_log import Notices
 from flower_gpu.launch.supernodes import SuperNode
-from flower_gpu.options import (
-    CONCURRENCY,
-    GPU_CAP,
-    GPU_GUARD,
-    LOG_DIR,
-    RUN_DIR_VARIABLE,
-    Option,
-    options_of,
-)
+from flower_gpu.options import CONCURRENCY, LIMITS, LOG_DIR, RUN_DIR_VARIABLE, Option, options_of
 from flower_gpu.printable import printable
 
 _NODE_CONFIG: Final = supernodes.NODE_CONFIG
@@ -155,10 +147,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
 
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)
-    if arguments.gpu_guard is not None:
-        env[GPU_GUARD.variable] = arguments.gpu_guard
-    if arguments.gpu_cap is not None:
-        env[GPU_CAP.variable] = arguments.gpu_cap
+    env.update(given_limits(arguments))
     guard.check(env)
     env.update(confine.environment(arguments, _key_files(arguments), env))
     if environments.OPTION in arguments.flower:
@@ -232,8 +221,7 @@ num-partitions in their node configs. A SuperNode that ends is started again.
         ),
         **options_of("supernode"),
         **confine.OPTIONS,
-        "gpu_guard": GPU_GUARD,
-        "gpu_cap": GPU_CAP,
+        **LIMITS,
     },
     {
         **confine.GROUPS,

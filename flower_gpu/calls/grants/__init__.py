@@ -2,7 +2,7 @@
 
 Other rooms and modules call the functions of this module, which ask each grant in turn::
 
-    caller   refuse ── adjust ── environment ── describe ──┐
+    caller   refuse ── adjusted ── environment ── describe ──┐
                                        │                   │   fault, on_event <── events ──┐
     worker                             └──> in_worker: for each grant of ALL: ── task ──────┘
 
@@ -30,6 +30,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.calls.environment import fixed, kept
@@ -47,7 +48,6 @@ from flower_gpu.workers import own_process
 
 if TYPE_CHECKING:
     from flower_gpu.calls.settings import CallSettings
-    from flower_gpu.workers.methods import StartMethod
 
 ALL: Final[tuple[Grant, ...]] = (
     DriverCap(),
@@ -70,11 +70,12 @@ def refuse(settings: CallSettings) -> None:
         grant.refuse(settings)
 
 
-def adjust(lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
-    """Return a lease on GPUs as the worker gets it."""
+def adjusted(terms: Terms) -> Terms:
+    """Return the terms with the lease as the worker gets it."""
     for grant in ALL:
-        lease = grant.adjust(lease, settings, method)
-    return lease
+        if (lease := terms.own_gpu_lease) is not None:
+            terms = replace(terms, lease=grant.adjust(lease, terms))
+    return terms
 
 
 def of_lease(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -125,5 +126,6 @@ def in_worker() -> Iterator[None]:
         if is_granted and not own_process.is_inside():
             stack.enter_context(fixed(kept(of_lease(lease, os.environ))))
         for grant in ALL:
-            stack.enter_context(grant.in_worker(lease))
+            if (context := grant.in_worker(lease)) is not None:
+                stack.enter_context(context)
         yield

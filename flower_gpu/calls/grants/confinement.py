@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from flower_gpu.calls.grants.grant import Grant, Terms
@@ -43,8 +42,7 @@ class ConfinementGrant(Grant):
         # worker needs no confinement of its own.
         return {CONFINED_VARIABLE: ""} if CONFINED_VARIABLE in os.environ else {}
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+    def in_worker(self, lease: Lease | None) -> None:
         """Give up all other rights, for ever."""
         if not own_process.is_inside():
             confinement.apply(os.environ)
-        return nullcontext()

@@ -16,11 +16,11 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu import control_group
 from flower_gpu.calls.grants.grant import Grant, Terms
@@ -30,10 +30,6 @@ from flower_gpu.gpu.nvml import QueryError
 from flower_gpu.leases.lease import Lease
 from flower_gpu.options import GPU_CAP
 from flower_gpu.workers import events, own_process
-
-if TYPE_CHECKING:
-    from flower_gpu.calls.settings import CallSettings
-    from flower_gpu.workers.methods import StartMethod
 
 _PREFIX: Final = "flower-gpu-"  # of the names of our groups
 _TRIAL_BYTES: Final = 64 << 20
@@ -49,7 +45,7 @@ class _UnavailableError(Exception):
 class DriverCap(Grant):
     """The driver's limit on the memory of a worker. ``Lease.by_driver`` is True if it is set."""
 
-    def adjust(self, lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
+    def adjust(self, lease: Lease, terms: Terms) -> Lease:
         """Let the driver cap the worker if it can, unless the user has chosen the allocators only.
 
         Raises GPUUnavailableError if the driver's cap is required and not available.
@@ -58,7 +54,7 @@ class DriverCap(Grant):
 
         wanted = GPU_CAP.resolve(None, os.environ)
         reason: str | None = "this call has no worker of its own"
-        if method.is_own_process:
+        if terms.method.is_own_process:
             notices.say_once(describe(_uuids(lease), os.environ), logging.INFO)
             reason = "" if wanted == "allocator" else problem(_uuids(lease))
         if reason and wanted == "driver":
@@ -70,16 +66,15 @@ class DriverCap(Grant):
 
     def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
         """Return who caps the worker."""
-        if terms.gpu_lease is None or terms.is_shared:
+        if terms.own_gpu_lease is None:
             return {}
-        return {"cap": "driver" if terms.gpu_lease.by_driver else "allocator"}
+        return {"cap": "driver" if terms.own_gpu_lease.by_driver else "allocator"}
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+    def in_worker(self, lease: Lease | None) -> None:
         """Put this worker into its control group, for ever."""
         if lease is not None and lease.by_driver and not own_process.is_inside():
             group = join({share.uuid: share.memory_bytes for share in lease.shares})
             events.send("driver_cap", group=str(group))
-        return nullcontext()
 
     def on_event(self, event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
         """Register the control group of a worker, so that it is removed after the worker."""

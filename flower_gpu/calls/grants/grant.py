@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,11 @@ class Terms:
         """The lease if it has GPUs. Without one, the worker sees no GPU."""
         return self.lease if self.lease is not None and self.lease.shares else None
 
+    @property
+    def own_gpu_lease(self) -> Lease | None:
+        """The lease if it has GPUs, and was acquired for this call."""
+        return None if self.is_shared else self.gpu_lease
+
 
 class Grant:
     """Something that a worker gets, or a limit that holds for it.
@@ -42,10 +47,10 @@ class Grant:
     def refuse(self, settings: CallSettings) -> None:
         """Raise ConfigError if calls with these settings cannot have this grant."""
 
-    def adjust(self, lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
-        """Return the lease on GPUs as the worker gets it. Raises GPUUnavailableError if that is impossible.
+    def adjust(self, lease: Lease, terms: Terms) -> Lease:
+        """Return the lease on GPUs, which was acquired for this call, as the worker gets it.
 
-        Not called for a worker that shares the lease of another worker.
+        Raises GPUUnavailableError if that is impossible.
         """
         return lease
 
@@ -79,9 +84,9 @@ class Grant:
         """Return why this error has ended all calls of the run on its GPU, or an empty text."""
         return ""
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
-        """Put the grant into force in this worker, and return a context for the task.
+    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None] | None:
+        """Put the grant into force in this worker. Return a context for the task, or None if it needs none.
 
         ``lease``: the lease of the worker on GPUs, or None.
         """
-        return nullcontext()
+        return None

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -56,7 +56,7 @@ class GPUGuard(Grant):
             reason = "it runs in its caller's own process"
         return _unguarded(reason, is_expected=not has_worker)
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+    def in_worker(self, lease: Lease | None) -> None:
         """Give up the device files of all GPUs outside of this worker's lease, for ever.
 
         In a worker for several calls, only the first call does so: all calls have the same variables.
@@ -67,7 +67,7 @@ class GPUGuard(Grant):
         if own_process.is_inside():
             if is_required:
                 raise _required("this call has no worker of its own")
-            return nullcontext()
+            return
         files = os.environ.get(DEVICES_VARIABLE)
         if files is None or files != _THIS_PROCESS.files:
             try:
@@ -78,7 +78,6 @@ class GPUGuard(Grant):
                 if is_required:
                     raise _required(str(error)) from None
                 events.send("no_guard", reason=str(error))
-        return nullcontext()
 
     def on_event(self, event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
         """Record why the worker has no guard."""

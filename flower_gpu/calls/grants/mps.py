@@ -23,10 +23,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu import files, unkillable
 from flower_gpu.calls.grants.grant import Grant, Terms
@@ -35,10 +35,6 @@ from flower_gpu.gpu.gpus import mps_pipes
 from flower_gpu.leases.lease import Lease
 from flower_gpu.options import MPS_VARIABLE
 from flower_gpu.printable import path_text
-
-if TYPE_CHECKING:
-    from flower_gpu.calls.settings import CallSettings
-    from flower_gpu.workers.methods import StartMethod
 
 _log = logging.getLogger("flwr.flower_gpu")
 
@@ -123,9 +119,9 @@ def _running(env: Mapping[str, str], logs: Path) -> Iterator[None]:
 class MPSShare(Grant):
     """The share of its GPUs' processors and memory that a worker may use as a client of the run's daemon."""
 
-    def adjust(self, lease: Lease, settings: CallSettings, method: StartMethod) -> Lease:
+    def adjust(self, lease: Lease, terms: Terms) -> Lease:
         """Give the worker the share that the call requests."""
-        return replace(lease, compute=settings.gpu.compute)
+        return replace(lease, compute=terms.settings.gpu.compute)
 
     def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
         """Limit the worker, if its run has a daemon."""
@@ -139,9 +135,9 @@ class MPSShare(Grant):
 
     def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
         """Return the percentage of the processors."""
-        if terms.gpu_lease is None or terms.is_shared or not _is_of_run(os.environ):
+        if terms.own_gpu_lease is None or not _is_of_run(os.environ):
             return {}
-        return {"mps_percentage": _percentage(terms.gpu_lease)}
+        return {"mps_percentage": _percentage(terms.own_gpu_lease)}
 
     def fault(self, error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str:
         """Explain the errors of all calls after one of them has ended the daemon's server for the GPU."""
@@ -155,7 +151,7 @@ class MPSShare(Grant):
             "call would fail"
         )
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+    def in_worker(self, lease: Lease | None) -> None:
         """Check that this worker can use no more of its GPU's processors than its share. Starts CUDA.
 
         Does nothing without a daemon. In a call with ranks, each rank checks its own GPU.
@@ -172,7 +168,6 @@ class MPSShare(Grant):
                     f"it {usable} of {whole}: it is not a client of the run's daemon, so the call was not "
                     f"run. See the logs in {os.environ.get(_LOGS)}"
                 )
-        return nullcontext()
 
 
 def _is_of_run(environ: Mapping[str, str]) -> bool:

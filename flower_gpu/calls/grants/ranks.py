@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from flower_gpu.calls.gpu_use import THIS_WORKER
@@ -40,10 +39,9 @@ class RankGrant(Grant):
             env[DEADLINE_VARIABLE] = str(time.monotonic() + worker.timeout_s)
         return env
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+    def in_worker(self, lease: Lease | None) -> None:
         """Forget the ranks of an earlier call."""
         THIS_WORKER.has_ranks = False
-        return nullcontext()
 
 
 def _has_worker() -> bool:

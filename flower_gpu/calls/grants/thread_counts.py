@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flower_gpu.calls.grants.grant import Grant, Terms
@@ -27,7 +26,6 @@ class ThreadCounts(Grant):
         """Return the number of threads."""
         return {"threads": threads.openmp_threads(env)}
 
-    def in_worker(self, lease: Lease | None) -> AbstractContextManager[None]:
+    def in_worker(self, lease: Lease | None) -> None:
         """Set the counts of the libraries that this worker has loaded already."""
         threads.apply()
-        return nullcontext()
