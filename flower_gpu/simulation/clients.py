@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -25,9 +25,6 @@ from flower_gpu.flower.mod import mod_options
 from flower_gpu.kinds import FACTOR, PART, Kind
 from flower_gpu.options import CALL, CPU_LEASES, GivenValue, joined
 from flower_gpu.simulation.in_worker import AppReference
-
-if TYPE_CHECKING:
-    from flower_gpu.simulation.nodes import VirtualNodes
 
 #: The options of calls that can be set for a single client.
 RESOURCES: Final = ("gpu", "num_gpus", "gpu_memory", "gpu_compute", "num_cpus", "timeout_s")
@@ -203,8 +200,17 @@ def _partitions(pattern: Any, count: int) -> Iterator[int]:
         yield from range(first, last + 1, step)
 
 
+class NodeContexts(Protocol):
+    """The part of :class:`.VirtualNodes` that asking an app needs."""
+
+    ids: Sequence[int]
+
+    def context_of(self, node_id: int, state: bytes) -> Context:
+        """Return the context of a node."""
+
+
 def overrides_of_app(
-    app: AppReference | ClientApp, nodes: VirtualNodes, options: Mapping[str, Any]
+    app: AppReference | ClientApp, nodes: NodeContexts, options: Mapping[str, Any]
 ) -> Mapping[str, Sequence[ClientOverrides]]:
     """Return the settings that the app's own ``gpu_mod`` has for each client, by message type.
 
@@ -238,7 +244,7 @@ def overrides_of_app(
         return {}
 
 
-def _ask_app(app: AppReference | ClientApp, nodes: VirtualNodes) -> Mapping[str, Sequence[ClientOverrides]]:
+def _ask_app(app: AppReference | ClientApp, nodes: NodeContexts) -> Mapping[str, Sequence[ClientOverrides]]:
     """Return the settings of each client from the app's ``gpu_mod``. Imports the app if necessary."""
     checked: set[str] = set()
 

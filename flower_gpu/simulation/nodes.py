@@ -17,9 +17,9 @@ from flwr.app.user_config import UserConfigValue
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
+from flower_gpu.flower.message_call import PARTITION_KEY
 from flower_gpu.simulation.clients import ClientOverrides, Clients
 
-PARTITION_KEY: Final = "partition-id"
 PARTITIONS_KEY: Final = "num-partitions"
 
 _RESERVED: Final = 2  # id 0 stands for no node, id 1 for the SuperLink
@@ -54,7 +54,7 @@ class VirtualNodes:
         run_config: Mapping[str, UserConfigValue],
         clients: Clients = Clients(),  # noqa: B008 - it is immutable
     ) -> None:
-        self.ids = _ids(count, seed)
+        self.ids: Sequence[int] = _ids(count, seed)
         self.seed, self.run_id, self.run_config, self.clients = seed, run_id, run_config, clients
         self._partitions = {node_id: number for number, node_id in enumerate(self.ids)}
         self._shares = [clients.of_client(number).get("availability", 1.0) for number in range(count)]
