@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu.strategies.averaging import ReplySum, SumItem, in_order_of_sending, without_arrays
 from flower_gpu.strategies.rounds import RoundState
+from flower_gpu.strategies.streaming import ComingReplies, Configured
 
 
 def reply_of(node: int, content: RecordDict | Error, number: int = 0) -> Message:
@@ -112,6 +114,12 @@ class StreamingTestGrid(PlainTestGrid):
         super().__init__(nodes, **options)
         self._state = state
         self.finished: list[RoundState] = []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> Any:
+        """Return replies to come to messages with that mark, as the grid of a simulation does."""
+        if not isinstance(messages, Configured):
+            return super().send_and_receive(messages, timeout=timeout)
+        return ComingReplies(self.stream(messages), partial(self.sums, messages, timeout))
 
     def stream(self, messages: Iterable[Message], *, in_order: bool = False) -> Iterator[Message]:
         replies = list(self._replies(messages))

@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from logging import INFO
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +24,7 @@ from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.private_names import GENERATORS, find
 from flower_gpu.strategies.strategy_state import OUR_FEDAVG, StrategyState, without_checkpoint
-from flower_gpu.strategies.streaming import ComingReplies
+from flower_gpu.strategies.streaming import Configured
 
 #: State of random number generators, made of JSON types.
 RandomState = dict[str, Any]
@@ -128,7 +127,7 @@ def run(
     ``evaluate_config``, ``evaluate_fn``: as for ``Strategy.start``; ``grid`` is a :class:`ResumableGrid` as
     well. A resumed run ignores ``initial_arrays``, except that their shapes must match.
     ``strategy_state``: state of the strategy between rounds; None for our strategies, which have none.
-    ``sums_replies``: whether the strategy only sums the replies to training.
+    ``sums_replies``: whether the strategy only sums the replies to training, so that hosts may sum them.
     Returns the result of ``Strategy.start``; for a resumed run it includes the earlier rounds.
     Raises ConfigError if the run cannot be resumed with this strategy or this model.
     """
@@ -141,7 +140,6 @@ def run(
     log(INFO, "")
 
     started = time.time()
-    sums_replies = sums_replies and hasattr(grid, "sums")  # a simulation's grid has it
     rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, strategy_state, sums_replies)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
@@ -173,7 +171,7 @@ class _RoundParts:
     """The parts of a round as methods, and the results so far."""
 
     strategy: Strategy
-    grid: Any  # a Grid and ResumableGrid; with sums() if sums_replies
+    grid: Any  # a Grid and ResumableGrid
     timeout: float
     evaluate_fn: Evaluate | None
     state: StrategyState | None
@@ -222,11 +220,9 @@ class _RoundParts:
 
     def train(self, server_round: int, config: ConfigRecord) -> None:
         messages = self.strategy.configure_train(server_round, self.arrays, config, self.grid)
-        replies = (
-            ComingReplies((), partial(self.grid.sums, messages, self.timeout))
-            if self.sums_replies
-            else self.grid.send_and_receive(messages, timeout=self.timeout)
-        )
+        if self.sums_replies:
+            messages = Configured(messages)
+        replies = self.grid.send_and_receive(messages, timeout=self.timeout)
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         if arrays is not None:
             self.result.arrays = self.arrays = arrays

@@ -3,7 +3,7 @@
 ``Strategy.start`` passes the result of ``send_and_receive`` to ``aggregate_train``, and does nothing in
 between. So during a run
 
-    configure_train     marks its messages           (``Configured``)
+    configure_train     has its messages marked      (``Configured``)
     send_and_receive    returns replies to come      (``ComingReplies``), if its messages have that mark
     aggregate_train     of FedAvg, which FedProx, FedAvgM, FedAdam, FedYogi and FedAdagrad call, sums them
 
