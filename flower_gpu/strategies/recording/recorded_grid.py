@@ -55,6 +55,10 @@ class RecordedGrid:
         self._recorder = recorder
         self._lock = threading.Lock()
         self._awaited: dict[str, tuple[Phase, int, _Batch]] = {}
+        #: Records a node's reply to one of :class:`Buffered` messages as part of the current round.
+        self.taken = recorder.taken
+        #: Returns how errors name a node.
+        self.name_of = recorder.name_of
         KeptRounds(checkpoints, resumed, recorder).on(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -104,14 +108,6 @@ class RecordedGrid:
                 batch.may_be_settled(phase)
         self._recorder.check()
         return replies
-
-    def taken(self, reply: Message, node_id: int) -> None:
-        """Record a node's reply to one of :class:`Buffered` messages as part of the current round."""
-        self._recorder.taken(reply, node_id)
-
-    def name_of(self, node_id: int) -> str:
-        """Return how errors name a node."""
-        return self._recorder.name_of(node_id)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

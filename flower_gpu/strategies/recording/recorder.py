@@ -30,6 +30,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -60,26 +61,29 @@ def write_event(event: Event) -> None:
         trace.append(folder, {**event, **metrics})
 
 
+@dataclass(eq=False)
 class Phase:
-    """The messages of a kind in a round. The kind is the part of the message type before the dot."""
+    """The messages of a kind in a round. The kind is the part of the message type before the dot.
 
-    def __init__(self, server_round: int | None, kind: str, announced: bool) -> None:
-        self.server_round = server_round
-        self.kind = kind
-        #: Whether a strategy has announced these messages, and will report the aggregate of their replies.
-        self.announced = announced
-        self.total: int | None = None
-        self.is_shown = False
-        self.sent = 0
-        self.ended = 0
-        self.succeeded: set[int] = set()
-        self.failed: set[int] = set()
-        #: Clients that replied with an error, without those that were only late.
-        self.refused: set[int] = set()
-        #: Number of messages that a strategy has announced.
-        self.announced_total: int | None = None
-        self.is_judged = False
-        self.began_s = time.monotonic()
+    ``announced``: True if a strategy has announced these messages, and will report the aggregate of their
+    replies.
+    ``announced_total``: number of messages that a strategy has announced.
+    ``refused``: clients that replied with an error, without those that were only late.
+    """
+
+    server_round: int | None
+    kind: str
+    announced: bool
+    total: int | None = None
+    announced_total: int | None = None
+    is_shown: bool = False
+    is_judged: bool = False
+    sent: int = 0
+    ended: int = 0
+    succeeded: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_idle(self) -> bool:
