@@ -280,9 +280,7 @@ class RayHosts:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about hosts for the result. A silent host counts with its earlier facts."""
-        for host, facts in self._results_of(
-            [(host, host.agent.call.remote("facts")) for host in self.present_hosts]
-        ):
+        for host, facts in self._results_of(lambda host: host.agent.call.remote("facts")):
             self._facts[id(host)] = facts
         all_facts = list(self._facts.values())
         by_node: dict[str, list[RemoteHost]] = {}
@@ -316,19 +314,20 @@ class RayHosts:
         if self._watcher is not None:
             self._watcher.join(_ANSWER_S)
         hosts = self.present_hosts
-        for host, news in self._results_of([(host, host.agent.close.remote()) for host in hosts]):
+        for host, news in self._results_of(lambda host: host.agent.close.remote()):
             host.hear(news)
         # This wakes the threads that wait for an answer of the agent.
         for host in hosts:
             _kill(host)
 
-    def _results_of(self, calls: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
-        """Yield hosts with the results of calls. Hosts that are too slow or gone are skipped.
+    def _results_of(self, call: Callable[[RemoteHost], Any]) -> Iterator[tuple[RemoteHost, Any]]:
+        """Yield the present hosts with the results of a call. Hosts that are too slow or gone are skipped.
 
-        ``calls``: hosts with Ray's references to results.
+        ``call``: starts the call of a host, and returns Ray's reference to the result.
         """
+        references = [(host, call(host)) for host in self.present_hosts]
         deadline = time.monotonic() + _ANSWER_S
-        for host, reference in calls:
+        for host, reference in references:
             with suppress(self._ray.exceptions.RayError, TimeoutError, ConnectionError):
                 yield host, _get(reference, max(0.0, deadline - time.monotonic()))
 
@@ -453,19 +452,17 @@ class RayHosts:
             )
 
 
-def _is_ready(results: Any, timeout_s: float = 0.0) -> bool:
-    """Return True if results exist. They are not fetched from their hosts.
+def _is_ready(reference: Any, timeout_s: float = 0.0) -> bool:
+    """Return True if the result of a remote call exists. It is not fetched from its host.
 
-    ``results``: a reference of Ray, or a list of references.
-    ``timeout_s``: seconds to wait for them.
+    ``timeout_s``: seconds to wait for it.
 
     Raises ConnectionError if Ray cannot be reached.
     """
     import ray
 
     _check_connection()
-    references = results if isinstance(results, list) else [results]
-    return not ray.wait(references, num_returns=len(references), timeout=timeout_s, fetch_local=False)[1]
+    return bool(ray.wait([reference], timeout=timeout_s, fetch_local=False)[0])
 
 
 def _get(reference: Any, timeout_s: float | None = None) -> Any:
