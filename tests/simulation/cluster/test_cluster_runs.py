@@ -146,7 +146,7 @@ def test_leases_of_each_host_are_its_own(cluster: Cluster, tmp_path: Path) -> No
     [(_, half), (_, whole)] = sorted(sizes)
     assert whole == 2 * half
     for host in cluster.hosts:
-        assert not Ledger(LedgerFolder(host.folder / "ledger")).status().holders
+        assert not Ledger(LedgerFolder(host.folder / "stub" / "ledger")).status().holders
 
 
 def test_a_host_without_a_package_is_named(cluster: Cluster, tmp_path: Path) -> None:
