@@ -196,12 +196,12 @@ def modules_in_cycles(graph: dict[str, set[str]]) -> set[str]:
 def test_no_files_import_each_other_in_a_cycle() -> None:
     graph = {name: imports_for_cycles(name, tree_of(path)) for name, path in FILES.items()}
     assert modules_in_cycles(graph) == set()
-    tree = ast.parse("def function():\n    from flower_gpu.gpu import policy")
-    assert imports_for_cycles("flower_gpu.gpu.nvml", tree) == {"flower_gpu.gpu.policy"}
+    tree = ast.parse("def function():\n    from flower_gpu.gpu import guard")
+    assert imports_for_cycles("flower_gpu.gpu.device_files", tree) == {"flower_gpu.gpu.guard"}
     assert imports_for_cycles("flower_gpu.cli.main", tree) == set()
-    # The module policy imports nvml. So the import of policy by nvml completes a cycle.
-    graph["flower_gpu.gpu.nvml"] = {"flower_gpu.gpu.policy"}
-    assert modules_in_cycles(graph) == {"flower_gpu.gpu.nvml", "flower_gpu.gpu.policy"}
+    # The module guard imports device_files. So the import of guard by device_files completes a cycle.
+    graph["flower_gpu.gpu.device_files"] = {"flower_gpu.gpu.guard"}
+    assert modules_in_cycles(graph) == {"flower_gpu.gpu.device_files", "flower_gpu.gpu.guard"}
 
 
 #: Libraries that a single module may import although the rest of its room may not.

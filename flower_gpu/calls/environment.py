@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from flower_gpu import standard_streams
 from flower_gpu.frameworks.framework import Rule
+from flower_gpu.gpu import drivers
 
 _RAYLET = "RAY_RAYLET_PID"  # variable that Ray sets in each of its worker processes
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
@@ -32,8 +32,9 @@ def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
         return environ
     variables = dict(line.split("=", 1) for line in os.fsdecode(text).split("\0") if "=" in line)
     # Without the variable of Ray, workers of this process do not repeat the query.
-    others = {name: value for name, value in environ.items() if name not in (_VISIBLE, _RAYLET)}
-    return others | {name: value for name, value in variables.items() if name == _VISIBLE}
+    visible = drivers.of_host().visible_variable
+    others = {name: value for name, value in environ.items() if name not in (visible, _RAYLET)}
+    return others | {name: value for name, value in variables.items() if name == visible}
 
 
 def kept(variables: Iterable[str]) -> dict[str, Rule]:

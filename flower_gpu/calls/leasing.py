@@ -20,7 +20,7 @@ from flower_gpu.errors import (
     LeaseError,
     LeaseTimeoutError,
 )
-from flower_gpu.gpu import inventory, policy
+from flower_gpu.gpu import drivers, inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed
@@ -362,7 +362,7 @@ def decided(
 
     Raises GPUUnavailableError as :func:`decide` does.
     """
-    visible = host.visible(environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = host.visible(environ.get(drivers.of_host().visible_variable))
     hidden = [gpu for gpu in host.gpus if gpu not in visible and gpu.is_usable]
     decision = policy.decide(settings.policy, use_gpu, visible, host.problem, hidden=hidden)
     return decision, [gpu for gpu in visible if gpu.uuid in decision.uuids]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.errors import GPUUnavailableError
-from flower_gpu.gpu import cuda_version, inventory
+from flower_gpu.gpu import cuda_version, drivers, inventory
 from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.lease import Lease, LeaseRequest, Share
 from flower_gpu.leases.ledger import Ledger
@@ -140,8 +140,9 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
         return "the device policy is never"
     if word == "offer" and use_gpu is False:
         return f"{USE_GPU.run_config_key} is false"
-    if env.get("CUDA_VISIBLE_DEVICES") is not None:
-        return f"{_NO_GPU}; CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
+    variable = drivers.of_host().visible_variable
+    if env.get(variable) is not None:
+        return f"{_NO_GPU}; {variable} is {env[variable]!r}"
     return _NO_GPU
 
 

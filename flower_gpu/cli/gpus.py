@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from flower_gpu.calls.grants import driver_cap
 from flower_gpu.cli.arguments import Command
-from flower_gpu.gpu import inventory
+from flower_gpu.gpu import drivers, inventory
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.kinds import SWITCH
 from flower_gpu.options import Option
 from flower_gpu.printable import format_bytes
 
-_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_VARIABLE = drivers.of_host().visible_variable
 _GIB = 2**30
 _WIDTH = 80
 _MARGIN = " " * 7
@@ -75,7 +75,7 @@ def as_json(host_gpus: Inventory, variable: str | None, cap: str) -> dict[str, A
 def as_text(host_gpus: Inventory, variable: str | None, cap: str) -> str:
     """Return the inventory as a table. It is at most 80 columns wide, unless a name is too long."""
     visible = host_gpus.visible(variable)
-    driver = f"NVIDIA driver {host_gpus.driver_version or _UNKNOWN}"
+    driver = f"{drivers.of_host().name} driver {host_gpus.driver_version or _UNKNOWN}"
     if not host_gpus.gpus:
         text = f"No GPU: {host_gpus.problem}."
         return "\n".join([driver, *_wrapped(text)] if host_gpus.driver_version else _wrapped(text))

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from flower_gpu.calls.settings import call_settings
 from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
-from flower_gpu.gpu import inventory
+from flower_gpu.gpu import drivers, inventory
 from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.footprint import Footprints
@@ -105,7 +105,7 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
 
 def works(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that CUDA works in a worker with a lease, a memory cap and its GPU, as for a call."""
-    seen = host_gpus.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = host_gpus.visible(os.environ.get(drivers.of_host().visible_variable))
     candidates = [gpu for gpu in seen if gpu.is_usable]
     installed = build()
     if not candidates or installed is None or installed.cuda is None or driver_cuda()[0] is None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from flower_gpu.calls.grants import driver_cap
 from flower_gpu.calls.settings import command_settings
 from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import policy
-from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive, mps_pipes
+from flower_gpu.gpu import drivers, policy
+from flower_gpu.gpu.gpus import GPU, Inventory
+from flower_gpu.gpu.nvidia import mps_pipes
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes
 
@@ -22,17 +22,12 @@ def driver(host_gpus: Inventory) -> Iterator[FindingParts]:
     """Check that NVML answers."""
     if host_gpus.gpus:
         usable = f"{len(host_gpus.usable)} of {len(host_gpus.gpus)} GPUs can be used"
-        text = f"NVIDIA driver {host_gpus.driver_version or 'of unknown version'}: {usable}"
+        text = f"{drivers.of_host().name} driver {host_gpus.driver_version or 'of unknown version'}: {usable}"
         yield ("ok", text) if host_gpus.usable else ("problem", text, "see the lines about the GPUs")
-    elif host_gpus.hangs or _half_there():
+    elif host_gpus.hangs or drivers.of_host().is_present():
         yield "problem", f"no GPU: {host_gpus.problem}", "make the driver work, see `flower-gpu gpus`"
     else:
         yield "note", f"no GPU: {host_gpus.problem}", _CPU_IS_FINE
-
-
-def _half_there() -> bool:
-    """Return True if parts of the driver are present."""
-    return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpus(host_gpus: Inventory) -> Iterator[FindingParts]:
@@ -45,7 +40,7 @@ def gpus(host_gpus: Inventory) -> Iterator[FindingParts]:
             mode = f"; compute mode {gpu.compute_mode}" if gpu.compute_mode else ""
             limit = f"; the limit of control group {gpu.limited_by}" if gpu.limited_by else ""
             yield "ok", f"{name}: {free} of {total} free{limit}{mode}"
-            if is_exclusive(gpu, os.environ):
+            if gpu.is_exclusive:
                 text = f"{name}: clients cannot share it in this compute mode, so each call has it to itself"
                 yield "note", text, f"as root `nvidia-smi -i {gpu.index} -c DEFAULT`, or start an MPS daemon"
         elif gpu.uuid and gpu.uuid in parents:
@@ -65,10 +60,11 @@ def calls(host_gpus: Inventory) -> Iterator[FindingParts]:
     except ConfigError:
         # The check of the variables reports this problem.
         return
-    seen = host_gpus.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    variable = drivers.of_host().visible_variable
+    seen = host_gpus.visible(os.environ.get(variable))
     hidden = [gpu for gpu in host_gpus.usable if gpu not in seen]
     if hidden:
-        text = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides {_names(hidden)}"
+        text = f"{variable}={os.environ[variable]!r} hides {_names(hidden)}"
         yield (
             "note",
             text,

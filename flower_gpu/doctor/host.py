@@ -16,6 +16,7 @@ from typing import Final
 from flower_gpu import control_group
 from flower_gpu.doctor import FindingParts
 from flower_gpu.errors import ConfigError, LeaseError
+from flower_gpu.gpu import drivers
 from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.entries import Reader, pid_namespace
 from flower_gpu.leases.ledger import Ledger
@@ -30,7 +31,7 @@ _GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
 _ENOUGH_SHM_BYTES = 1 << 30
 _ANSWER_S = 1.0
 # Variables that workers inherit from the process that starts a run, and variables that always differ.
-_INHERITED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
+_INHERITED = (drivers.of_host().visible_variable, *drivers.of_host().variables, "LD_LIBRARY_PATH")
 _NOT_COMPARED = ("FLOWER_GPU_RUN_DIR", "FLOWER_GPU_CLIENT", "FLOWER_GPU_LEASE")
 
 

@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from flower_gpu import standard_streams
 from flower_gpu.frameworks.framework import AfterImport
-from flower_gpu.gpu import inventory
-from flower_gpu.gpu.nvml import NO_DRIVER
+from flower_gpu.gpu import drivers, inventory
 
 _CUDA_SUCCESS = 0
 
@@ -76,17 +75,17 @@ class CUDAAnswers:
 
     def _count_leased(self) -> int:
         """Return the number of GPUs in the lease, or 0 to ask CUDA: without a lease, or if NVML fails."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = os.environ.get(drivers.of_host().visible_variable, "")
         return len(inventory.take_of(visible.split(","))) if self._has_lease else 0
 
     def _count(self) -> int:
         """Return the number of GPUs that CUDA would show, which are those that NVML can open."""
         self.has_asked = True
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible == "":
+        if drivers.hides_all(os.environ):
             return 0
         host = inventory.take_here()
-        devices = [gpu for gpu in host.visible(visible) if gpu.uuid]
+        visible = host.visible(os.environ.get(drivers.of_host().visible_variable))
+        devices = [gpu for gpu in visible if gpu.uuid]
         cards = [gpu for gpu in devices if gpu.mig_parent is None]
         count = len(cards) or min(1, len(devices))  # CUDA uses only one MIG device
         if not count:
@@ -102,7 +101,7 @@ ANSWERS: Final = CUDAAnswers()
 
 @cache
 def _tell_no_gpu(reason: str) -> None:
-    if not reason.startswith(NO_DRIVER):
+    if not reason.startswith(drivers.of_host().absent):
         standard_streams.tell(
             "flower-gpu: a module asked for GPUs when it was imported for all workers, and there is "
             f"none ({reason}). If it chooses its device at its import, that is the CPU"

@@ -13,6 +13,7 @@ from typing import Any, Final
 from flower_gpu.frameworks import pytorch_memory
 from flower_gpu.frameworks.framework import Cap, Figures, Framework, Hold, Rule, Setting, Threads, is_of
 from flower_gpu.frameworks.pytorch_memory import OLD_SETTINGS, SETTINGS, knows_fraction, settings_with_cap
+from flower_gpu.gpu import drivers
 
 #: With 1, ``is_available()`` uses NVML and does not start CUDA, unless NVML fails.
 NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -161,7 +162,7 @@ class PyTorch(Framework):
         # takes longer than the training of a small client.
         number = seed & (1 << 63) - 1
         torch.default_generator.manual_seed(number)
-        if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        if not drivers.hides_all(os.environ):
             torch.cuda.manual_seed_all(number)
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -275,7 +276,7 @@ def _default_device() -> Any:
 
 def _set_default_device(kind: Any) -> None:
     """Set the default device, unless it is a GPU and this worker has none."""
-    if kind != "cuda" or os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if kind != "cuda" or not drivers.hides_all(os.environ):
         sys.modules["torch"].set_default_device(kind)
 
 

@@ -1,4 +1,4 @@
-"""The device files of one GPU, and of all NVIDIA GPUs of the host."""
+"""The device files of all GPUs of the host, and the numbers of the devices behind files."""
 
 from __future__ import annotations
 
@@ -13,71 +13,29 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from flower_gpu.gpu import drivers
 from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD, GUARDED_VARIABLE
 
 _DEV: Final = Path("/dev")
 _DRM: Final = Path("/sys/class/drm")
-_PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
-_NVIDIA: Final = "0x10de"  # vendor in PCI's table of identifiers
-#: Lines such as "gpu0/gi1/ci0/access 13" (NVIDIA's MIG user guide, "Device Nodes and Capabilities").
-_MIG_MINORS: Final = Path("/proc/driver/nvidia-caps/mig-minors")
-
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 
-CONTROL: Final = _DEV / "nvidiactl"
-MEMORY: Final = _DEV / "nvidia-uvm"
-#: Device files that CUDA needs in addition to the files of its GPUs.
-SHARED: Final = tuple(map(str, (CONTROL, MEMORY, _DEV / "nvidia-uvm-tools")))
 #: Value of the variable with a worker's device files if those of one of its GPUs are unknown
 EVERYTHING: Final = "*"
 
 
-def of_card(minor: int, bus_id: str | None) -> tuple[str, ...]:
-    """Return the device files of a card.
-
-    ``minor``: minor number of the card, from the driver.
-    ``bus_id``: PCI address of the card, such as ``"00000000:3B:00.0"``, to find its render node.
-    """
-    return (f"{_DEV}/nvidia{minor}", *(_render_nodes(bus_id) if bus_id else ()))
-
-
-def of_mig(minor: int, gpu_instance: int, compute_instance: int) -> tuple[str, ...] | None:
-    """Return the device files of a MIG device, or None if the driver does not list them.
-
-    ``minor``: minor number of the card.
-    ``gpu_instance``, ``compute_instance``: ids of the instances on that card.
-    """
-    try:
-        lines = _MIG_MINORS.read_text().splitlines()
-    except OSError:
-        return None
-    minors = dict(line.rsplit(maxsplit=1) for line in lines if line.strip())
-    instance = f"gpu{minor}/gi{gpu_instance}"
-    wanted = (f"{instance}/access", f"{instance}/ci{compute_instance}/access")
-    if not all(name in minors for name in wanted):
-        return None
-    caps = (f"{_DEV}/nvidia-caps/nvidia-cap{minors[name]}" for name in wanted)
-    return (f"{_DEV}/nvidia{minor}", *caps)
-
-
-def _render_nodes(bus_id: str) -> Iterator[str]:
-    domain, _, rest = bus_id.lower().partition(":")
-    folder = _PCI_DEVICES / f"{domain[-4:]}:{rest}" / "drm"  # NVML writes the domain with eight digits
-    with suppress(OSError):
-        yield from (f"{_DEV}/dri/{node.name}" for node in folder.iterdir())
-
-
 def of_host(environ: Mapping[str, str]) -> list[str]:
-    """Return all files and folders of this host that give access to NVIDIA GPUs."""
+    """Return all files and folders of this host that give access to GPUs."""
+    prefixes = tuple(driver.device_prefix for driver in drivers.DRIVERS)
     named = environ.get(GUARDED_VARIABLE, "").split(os.pathsep)
     paths = [os.path.abspath(path) for path in named if path]  # noqa: PTH100 - each worker does it
     mounts = list(_second_mounts())  # a container may have the host's device files twice
     for folder in (_DEV, *(mount_point for _, mount_point in mounts)):
         with suppress(OSError), os.scandir(folder) as entries:
-            paths += [entry.path for entry in entries if entry.name.startswith("nvidia")]
+            paths += [entry.path for entry in entries if entry.name.startswith(prefixes)]
         with suppress(OSError), os.scandir(folder / "dri") as entries:
-            paths += [entry.path for entry in entries if _is_nvidia_node(entry.name)]
-    paths += [str(mount_point) for root, mount_point in mounts if Path(root).name.startswith("nvidia")]
+            paths += [entry.path for entry in entries if _is_node_of_gpu(entry.name)]
+    paths += [str(mount_point) for root, mount_point in mounts if Path(root).name.startswith(prefixes)]
     return list(dict.fromkeys(paths))
 
 
@@ -92,7 +50,7 @@ def granted(environ: Mapping[str, str]) -> list[str]:
     if not are_limited(environ):
         return of_host(environ)
     files = [path for path in environ[DEVICES_VARIABLE].split(os.pathsep) if path]
-    return [*files, *SHARED] if files else []
+    return [*files, *drivers.of_host().shared_files] if files else []
 
 
 def _second_mounts() -> Iterator[tuple[str, Path]]:
@@ -113,11 +71,11 @@ def _unescaped(field: str) -> str:
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), field)
 
 
-def _is_nvidia_node(name: str) -> bool:
-    try:
-        return (_DRM / name / "device" / "vendor").read_text().strip() == _NVIDIA
-    except OSError:
-        return False
+def _is_node_of_gpu(name: str) -> bool:
+    with suppress(OSError):
+        vendor = (_DRM / name / "device" / "vendor").read_text().strip()
+        return any(vendor == driver.pci_vendor for driver in drivers.DRIVERS)
+    return False
 
 
 def numbers(paths: Iterable[str]) -> set[int]:

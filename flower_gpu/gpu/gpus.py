@@ -1,19 +1,30 @@
-"""Records of GPUs, and the rules of ``CUDA_VISIBLE_DEVICES``, compute modes and MPS."""
+"""Records of GPUs of any vendor, and the rules by which a variable makes some of them visible."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
-# The folder of the MPS daemon ("Multi-Process Service", environment variables), its pipe, and its pid file
-_PIPES_VARIABLE: Final = "CUDA_MPS_PIPE_DIRECTORY"
-_PIPES: Final = "/tmp/nvidia-mps"
-_CONTROL: Final = "control"
-_PID_FILE: Final = "nvidia-cuda-mps-control.pid"
+#: Soft limit, hard limit and use of a control group on a GPU, in bytes. None for no limit.
+Limits = tuple[int | None, int | None, int]
+
+
+class QueryError(Exception):
+    """A driver cannot answer. The text gives the reason and a way out.
+
+    ``ends_session``: True if other code of this process has shut the driver's library down. A new session may
+    work.
+    """
+
+    def __init__(self, message: str, *, ends_session: bool = False) -> None:
+        super().__init__(message)
+        self.ends_session = ends_session
+
+    def raise_if_session_ended(self) -> None:
+        """Raise the error if the session has ended. Other errors mean that one GPU or figure is missing."""
+        if self.ends_session:
+            raise self
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,18 @@ class GPU:
     # True if the driver stays loaded without clients. Read when NVML was started; None if unknown
     persistence_mode: bool | None = None
     device_files: tuple[str, ...] | None = None  # paths below /dev, or None if unknown
-    # One of :data:`flower_gpu.gpu.nvml.COMPUTE_MODES`, for a MIG device the mode of its card; None if unknown
+    # Mode of sharing as the vendor's tools name it, for a MIG device the mode of its card; None if unknown
     compute_mode: str | None = None
+    # True if only one process at a time can compute on the GPU. With MPS several can: the MPS server is the
+    # one process, and computes for all of its clients
+    is_exclusive: bool = False
     # Control group of this process that limits the memory. None if all memory of the card can be used
     limited_by: str | None = None
+
+    @classmethod
+    def broken(cls, index: int, problem: str) -> GPU:
+        """Return a GPU that cannot be used, without figures."""
+        return cls(index, "", "", None, None, None, None, None, None, problem=problem)
 
     @property
     def is_usable(self) -> bool:
@@ -90,24 +109,25 @@ class Inventory:
         """Return the GPU with this UUID, or None."""
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
-    def visible(self, cuda_visible_devices: str | None) -> tuple[GPU, ...]:
-        """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` makes visible, in its order, including broken GPUs.
+    def visible(self, value: str | None) -> tuple[GPU, ...]:
+        """Return the GPUs that the vendor's variable makes visible, in its order, including broken GPUs.
 
-        The rules are those of CUDA, as PyTorch applies them to count devices without starting CUDA. The value
-        is a list of indices, of UUIDs or prefixes of UUIDs of GPUs, or of UUIDs of MIG devices, not mixed.
-        The list ends at the first entry that does not exist. It is empty if a GPU is named twice.
+        The rules are those of CUDA for ``CUDA_VISIBLE_DEVICES``, as PyTorch applies them to count devices
+        without starting CUDA. The value is a list of indices, of UUIDs or prefixes of UUIDs of GPUs, or of
+        UUIDs of MIG devices, not mixed. The list ends at the first entry that does not exist. It is empty if
+        a GPU is named twice.
 
         There are two differences. Indices are those of ``nvidia-smi``, as with
         ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. A card in MIG mode stands for all its MIG devices, because each
         worker gets one of them. CUDA would show only one to a process.
 
-        ``cuda_visible_devices``: value of the variable, or None if it is not set and all GPUs are visible.
+        ``value``: value of the variable, or None if it is not set and all GPUs are visible.
         """
         cards = tuple(gpu for gpu in self.gpus if gpu.mig_parent is None)
-        if cuda_visible_devices is None:
+        if value is None:
             return tuple(gpu for card in cards for gpu in self._devices(card))
         named: list[GPU] = []
-        for entry in _entries(cuda_visible_devices):
+        for entry in _entries(value):
             if isinstance(entry, int):
                 match = next((card for card in cards if card.index == entry), None)
             elif entry.startswith("MIG-"):
@@ -165,29 +185,3 @@ def _exists(pid: int) -> bool:
     except PermissionError:  # a process of another account
         return True
     return True
-
-
-def mps_pipes(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of a running MPS daemon that CUDA would use, or None."""
-    folder = Path(environ.get(_PIPES_VARIABLE) or _PIPES)
-    try:
-        if not (folder / _CONTROL).exists():
-            return None
-    except OSError:  # a private folder of another account
-        return None
-    try:
-        os.kill(int((folder / _PID_FILE).read_text()), 0)
-    except ProcessLookupError:  # the daemon was killed and left its files behind
-        return None
-    except (OSError, ValueError):
-        # The daemon belongs to another account or pid namespace, or has no pid file.
-        return folder
-    return folder
-
-
-def is_exclusive(gpu: GPU, environ: Mapping[str, str]) -> bool:
-    """Return True if only one process at a time can compute on the GPU.
-
-    With MPS several can: the MPS server is the one process, and computes for all of its clients.
-    """
-    return (gpu.compute_mode or "").startswith("EXCLUSIVE") and mps_pipes(environ) is None

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flower_gpu.errors import GPUUnavailableError
-from flower_gpu.gpu.nvml import NO_DRIVER
-
-if TYPE_CHECKING:
-    from flower_gpu.gpu.gpus import GPU
+from flower_gpu.gpu import drivers
+from flower_gpu.gpu.gpus import GPU
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,9 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         return Decision(warnings=(line,), is_serious=True)
     if use_gpu:
         # Nothing is wrong on a machine that has no GPU.
-        no_driver = f"{NO_DRIVER[0].upper()}{NO_DRIVER[1:]}: calls run on the CPU"
-        return Decision(warnings=(no_driver if why.startswith(NO_DRIVER) else f"{_ON_CPU}: {why}",))
+        absent = drivers.of_host().absent
+        no_driver = f"{absent[0].upper()}{absent[1:]}: calls run on the CPU"
+        return Decision(warnings=(no_driver if why.startswith(absent) else f"{_ON_CPU}: {why}",))
     if policy.gpu_ids is not None:  # the operator who named a GPU expects one
         numbers = ", ".join(map(str, policy.gpu_ids))
         return Decision(warnings=(f"this call runs on the CPU although gpu-ids is {numbers}: {why}",))
@@ -159,7 +157,7 @@ def _why_unusable(
     if reasons:
         return f"{name} cannot be used ({'; '.join(dict.fromkeys(reasons))})"
     if not any(_is_among(gpu, matches) for gpu in gpus):
-        return f"{name} is hidden by CUDA_VISIBLE_DEVICES"
+        return f"{name} is hidden by {drivers.of_host().visible_variable}"
     return f"{name} cannot be used (its memory is not known)"
 
 
@@ -172,7 +170,7 @@ def _no_gpu(gpus: Sequence[GPU], problem: str | None, hidden: Sequence[GPU]) -> 
     if broken:
         return f"no GPU of this node can be used ({'; '.join(broken)})"
     if hidden:
-        return f"CUDA_VISIBLE_DEVICES hides every GPU of this node ({_listed(hidden)})"
+        return f"{drivers.of_host().visible_variable} hides every GPU of this node ({_listed(hidden)})"
     return "this node has no GPU"
 
 

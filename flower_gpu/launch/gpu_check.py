@@ -14,7 +14,7 @@ from flower_gpu.calls import leasing, notices
 from flower_gpu.calls.settings import GPUSettings, command_settings
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy
-from flower_gpu.gpu.gpus import GPU, Inventory, is_exclusive
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases import admission
 from flower_gpu.leases.admission import Card, Claim, GPUNeed
 from flower_gpu.leases.footprint import Footprints
@@ -191,7 +191,7 @@ def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, in
             memory_bytes=request.memory_bytes,
             share=request.share,
             # A call with an unknown footprint also gets a whole GPU.
-            alone=request.is_auto or is_exclusive(gpu, os.environ),
+            alone=request.is_auto or gpu.is_exclusive,
         )
         for gpu in gpus
     ]

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
-from flower_gpu.gpu.gpus import GPU, is_exclusive
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases import admission, tickets, wording
 from flower_gpu.leases.admission import Card, GPUNeed, HostNeed, Part
 from flower_gpu.leases.entries import Entry, Reader
@@ -276,7 +276,7 @@ class Ledger:
         satisfiable = admission.satisfiable(sizes, requested)
         if len(satisfiable) < claimant.count:
             raise LeaseError(wording.why_never(claimant.name, claimant.count, requested, state.gpus, sizes))
-        exclusive = {gpu.uuid for gpu in state.gpus if is_exclusive(gpu, os.environ)}
+        exclusive = {gpu.uuid for gpu in state.gpus if gpu.is_exclusive}
         gpu_needs = tuple(
             GPUNeed(need.uuid, alone=True) if need.uuid in exclusive else need for need in satisfiable
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory, is_exclusive
+from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
 from flower_gpu.leases import admission, host
 from flower_gpu.leases.admission import Card, Part
 from flower_gpu.leases.entries import Entry, pid_namespace
@@ -195,6 +195,6 @@ def other_program(gpu: GPU) -> GPUProcess | None:
 
     Also None if the GPU admits several processes.
     """
-    if not is_exclusive(gpu, os.environ):
+    if not gpu.is_exclusive:
         return None
     return next((process for process in gpu.processes or () if process.computes), None)

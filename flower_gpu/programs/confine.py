@@ -16,7 +16,7 @@ from typing import Final
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu.gpus import mps_pipes
+from flower_gpu.gpu.nvidia import mps_pipes
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.options import CONFINE_VARIABLE, ENVIRONMENTS_DIR
 from flower_gpu.printable import path_text

@@ -23,7 +23,7 @@ from typing import Final
 from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import device_files
-from flower_gpu.gpu.gpus import mps_pipes
+from flower_gpu.gpu.nvidia import mps_pipes
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers import events, interpreter, state_folder, thread_names

@@ -17,7 +17,7 @@ from run_programs import run, run_python
 from flower_gpu import errors, landlock, trace
 from flower_gpu.calls.grants import guard
 from flower_gpu.cli import main as cli
-from flower_gpu.gpu import device_files
+from flower_gpu.gpu import nvidia
 from flower_gpu.workers import confinement
 
 pytestmark = pytest.mark.timeout(180)
@@ -248,14 +248,14 @@ def test_the_guard_does_not_need_root(run_script: Any) -> None:
 
 def test_device_files_of_a_mig_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minors = tmp_path / "mig-minors"
-    monkeypatch.setattr(device_files, "_MIG_MINORS", minors)
-    assert device_files.of_mig(0, 1, 0) is None
+    monkeypatch.setattr(nvidia, "_MIG_MINORS", minors)
+    assert nvidia.files_of_mig(0, 1, 0) is None
     minors.write_text(
         "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu1/gi1/access 147\n"
     )
     caps = ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
-    assert device_files.of_mig(0, 1, 0) == ("/dev/nvidia0", *caps)
-    assert device_files.of_mig(1, 1, 0) is None
+    assert nvidia.files_of_mig(0, 1, 0) == ("/dev/nvidia0", *caps)
+    assert nvidia.files_of_mig(1, 1, 0) is None
 
 
 @pytest.mark.parametrize(

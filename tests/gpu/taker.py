@@ -14,7 +14,7 @@ from pathlib import Path
 import nvml_stub
 from forked import serve
 
-from flower_gpu.gpu import inventory, nvml_thread
+from flower_gpu.gpu import inventory, query_thread
 
 
 def taken() -> dict[str, object]:
@@ -57,7 +57,7 @@ def fork_meanwhile() -> object:
 
 
 def idle_after(seconds: str) -> None:
-    nvml_thread.IDLE_S = float(seconds)
+    query_thread.IDLE_S = float(seconds)
 
 
 def allocate(gpu: str, nbytes: str) -> int:

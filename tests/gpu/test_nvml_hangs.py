@@ -10,7 +10,7 @@ import pytest
 from nvml_stub import Host
 from waiting import until
 
-from flower_gpu.gpu.nvml_thread import _Query
+from flower_gpu.gpu.query_thread import _Query
 
 Take = Callable[..., Any]
 
@@ -19,7 +19,7 @@ Take = Callable[..., Any]
     ("function", "text"),
     [
         ("nvmlInit", "asked to start"),
-        ("nvmlDeviceGetCount_v2", "asked to start"),
+        ("nvmlDeviceGetCount_v2", "asked for the number of GPUs"),
         ("nvmlDeviceGetMemoryInfo_v2", "asked about GPU 0"),
     ],
 )

@@ -52,6 +52,7 @@ def test_the_inventory_of_an_idle_host(host: Host, take: Take) -> None:
         "persistence_mode": None,
         "device_files": ["/dev/nvidia0"],
         "compute_mode": "DEFAULT",
+        "is_exclusive": False,
         "limited_by": None,
     }
     differences = {"index": 1, "uuid": host.uuids[1], "device_files": ["/dev/nvidia1"]}

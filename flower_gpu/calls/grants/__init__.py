@@ -43,6 +43,7 @@ from flower_gpu.calls.grants.leased_gpus import LeasedGPUs
 from flower_gpu.calls.grants.mps import MPSShare
 from flower_gpu.calls.grants.ranks import RankGrant
 from flower_gpu.calls.grants.thread_counts import ThreadCounts
+from flower_gpu.gpu import drivers
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import own_process
 
@@ -122,7 +123,7 @@ def in_worker() -> Iterator[None]:
     lease = Lease.from_environment(os.environ)
     with ExitStack() as stack:
         # A call in the client's own process shares its environment with the client's other threads.
-        is_granted = lease is not None or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        is_granted = lease is not None or drivers.hides_all(os.environ)
         if is_granted and not own_process.is_inside():
             stack.enter_context(fixed(kept(of_lease(lease, os.environ))))
         for grant in ALL:

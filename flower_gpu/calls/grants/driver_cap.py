@@ -26,7 +26,7 @@ from flower_gpu import control_group
 from flower_gpu.calls.grants.grant import Grant, Terms
 from flower_gpu.errors import GPUUnavailableError
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.nvml import QueryError
+from flower_gpu.gpu.gpus import QueryError
 from flower_gpu.leases.lease import Lease
 from flower_gpu.options import GPU_CAP
 from flower_gpu.workers import events, own_process

@@ -16,10 +16,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
-from flower_gpu import landlock, unkillable
+from flower_gpu import landlock
 from flower_gpu.calls.grants.grant import Grant, Terms
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import device_files
+from flower_gpu.gpu import device_files, drivers
 from flower_gpu.gpu.device_files import EVERYTHING
 from flower_gpu.leases.lease import Lease
 from flower_gpu.options import DEVICES_VARIABLE, GPU_GUARD
@@ -201,7 +201,7 @@ def _drop_access(all_files: list[str], granted_files: list[str]) -> None:
     if not all_files:
         return
     if granted_files:
-        _create_missing_file()
+        drivers.of_host().create_files()  # a guarded process could not
     with landlock.without(all_files, granted_files) as rules:
         _close_devices(device_files.numbers(all_files) - device_files.numbers(granted_files))
         rules.restrict_self()
@@ -213,13 +213,6 @@ def _close_devices(numbers: set[int]) -> None:
         with suppress(OSError):
             if device_files.number_of(descriptor) in numbers:
                 os.close(descriptor)
-
-
-def _create_missing_file() -> None:
-    """Let NVIDIA's helper create the device file that CUDA creates at its start. A guarded CUDA cannot."""
-    if device_files.CONTROL.exists() and not device_files.MEMORY.exists():
-        with suppress(OSError, subprocess.SubprocessError):
-            unkillable.run(["nvidia-modprobe", "-u", "-c", "0"], timeout_s=30)
 
 
 def _required(reason: str) -> ConfigError:

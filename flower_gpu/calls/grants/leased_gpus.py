@@ -8,10 +8,9 @@ from typing import Any
 
 from flower_gpu import frameworks
 from flower_gpu.calls.grants.grant import Grant, Terms
+from flower_gpu.gpu import drivers
 from flower_gpu.leases.lease import VARIABLE, Lease
 from flower_gpu.workers import own_process
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class LeasedGPUs(Grant):
@@ -19,11 +18,12 @@ class LeasedGPUs(Grant):
 
     def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
         """Show the GPUs of the lease, or none."""
+        visible = drivers.of_host().visible_variable
         if lease is None:
-            return {_VISIBLE: "", VARIABLE: ""}
+            return {visible: "", VARIABLE: ""}
         return {
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            _VISIBLE: ",".join(share.uuid for share in lease.shares),
+            **drivers.of_host().variables,
+            visible: ",".join(share.uuid for share in lease.shares),
             VARIABLE: lease.to_text(),
         }
 

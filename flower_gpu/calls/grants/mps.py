@@ -31,7 +31,7 @@ from typing import Any, Final
 from flower_gpu import files, unkillable
 from flower_gpu.calls.grants.grant import Grant, Terms
 from flower_gpu.errors import ConfigError, GPUUnavailableError
-from flower_gpu.gpu.gpus import mps_pipes
+from flower_gpu.gpu.nvidia import mps_pipes
 from flower_gpu.leases.lease import Lease
 from flower_gpu.options import MPS_VARIABLE
 from flower_gpu.printable import path_text

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import flower_gpu
+from flower_gpu.gpu import drivers
 from flower_gpu.workers import own_process
 from flower_gpu.workers.forkserver import attributes
 
@@ -102,7 +103,7 @@ _THREADS = "_NUM_THREADS"
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
 #: Each lease sets this variable to another value. Servers must not depend on that, so only an empty value is
 #: part of the identity, because it hides all GPUs.
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = drivers.of_host().visible_variable
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
 

@@ -1,12 +1,12 @@
-"""The thread in which a process calls NVML, so that a hanging driver blocks no caller for ever.
+"""The thread in which a process calls a driver's library, so that a hang blocks no caller for ever.
 
 The problem: when a GPU is lost, a call of NVML may never return, and a thread in it cannot be interrupted. So
-callers never call NVML themselves. They put a query into the queue of one daemon thread and wait with a
-limit. While a query hangs, all later ones fail at once.
+callers never call the library themselves. They put a query into the queue of one daemon thread and wait with
+a limit. While a query hangs, all later ones fail at once.
 
-The thread keeps NVML started while queries come often, because starting it is slow. It shuts NVML down after
-some seconds without a query, because NVML has the GPUs' device files open. It also ends before a fork: the
-child would inherit a started NVML, but not the thread.
+The thread keeps the library started while queries come often, because starting it is slow. It shuts it down
+after some seconds without a query, because the library has the GPUs' device files open. It also ends before a
+fork: the child would inherit a started library, but not the thread.
 
 The locks: ``_lock`` is held by the caller whose turn it is, from its question to its answer, so there is at
 most one pending query. ``_Query._done`` is released by the thread when the answer is there.
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Seconds without a query after which NVML is shut down.
+#: Seconds without a query after which the library is shut down.
 IDLE_S = 5.0
 _CLOSE_S = 5.0
 # Longest wait before a fork for the query of another thread
@@ -35,7 +35,7 @@ _EXIT_POLL_S = 0.0005
 
 
 class LateError(Exception):
-    """NVML has not answered in time.
+    """The library has not answered in time.
 
     ``waited_s``: seconds since the query was sent.
     """
@@ -46,7 +46,7 @@ class LateError(Exception):
 
 
 class _Query(Generic[T]):
-    """A call of NVML, with its result. ``is_last`` ends the thread afterwards."""
+    """A call of the library, with its result. ``is_last`` ends the thread afterwards."""
 
     def __init__(self, work: Callable[[], T], is_last: bool = False) -> None:
         self.is_last = is_last
@@ -60,7 +60,7 @@ class _Query(Generic[T]):
         self._done.acquire()
 
     def run(self) -> None:
-        """Call NVML. Runs in the NVML thread."""
+        """Do the work. Runs in the thread for queries."""
         self.thread = threading.current_thread()
         try:
             self._result = self._work()
@@ -86,10 +86,10 @@ class _Query(Generic[T]):
         return self._result
 
 
-class NVMLThread:
+class QueryThread:
     """Runs the queries of all threads of a process, one after the other.
 
-    ``close``: shuts NVML down.
+    ``close``: shuts the library down.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -102,7 +102,7 @@ class NVMLThread:
         self._last: _Query[Any] | None = None
 
     def ask(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Run ``work`` in the NVML thread. Return its result, or raise its exception.
+        """Run ``work`` in the thread. Return its result, or raise its exception.
 
         Raises LateError if there is no answer after ``timeout_s`` seconds, or at once if an earlier query
         hangs.
@@ -116,7 +116,7 @@ class NVMLThread:
             self._lock.release()
 
     def close(self) -> None:
-        """Shut NVML down and end the thread, unless it hangs.
+        """Shut the library down and end the thread, unless it hangs.
 
         The kernel no longer lists the thread when this returns, so Landlock can restrict the process.
         """
@@ -124,7 +124,7 @@ class NVMLThread:
             self._end()
 
     def before_fork(self) -> None:
-        """Shut NVML down, and block other callers until the fork is done. The child could not use NVML."""
+        """Shut the library down, which the child could not use, and block callers until the fork is done."""
         # After the timeout the fork goes on without the lock: a hanging driver must not prevent forks.
         if self._lock.acquire(timeout=_FORK_WAIT_S):
             self._end()
@@ -140,11 +140,12 @@ class NVMLThread:
         if self._last is not None:
             self._last.wait(timeout_s)
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="flower-gpu-nvml", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="flower-gpu-driver", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:
-                # The limit of threads is reached. NVML works in this thread too, unless the driver hangs.
+                # The limit of threads is reached. The library works in this thread too, unless the driver
+                # hangs.
                 self._thread = None
                 return work()
         return self._put(_Query(work)).answer(timeout_s)
