@@ -11,7 +11,7 @@ test_versions() {
   local with_flwr=(tests/flower/test_{arrays,client,plain_message,private_names}.py tests/strategies/test_{rounds,strategy,streaming}.py
     tests/programs/test_{objects,superlink,supernode_clock,wakeup}.py tests/flower/mod/test_mod_state.py
     tests/cli/test_doctor.py::test_two_distributions_of_flower_are_a_problem tests/launch/test_launch_waits.py
-    tests/federations/test_federations.py::test_failing_clients_and_distributed_gpus
+    tests/examples/test_federations.py::test_failing_clients_and_distributed_gpus
     tests/simulation/test_simulate_runs.py::test_each_message_has_its_own_worker_and_states_are_kept
     tests/simulation/test_flowers_grid.py)
   local with_torch=(tests/cuda_stub/test_on_gpu.py tests/frameworks/test_cap.py tests/frameworks/test_pytorch_memory.py

@@ -159,12 +159,3 @@ class GridUnderTest:
         self.grid.close()
         self.host.close()
         self.dispatcher.wait()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 90) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

@@ -1,4 +1,4 @@
-"""Reads commands and code from pages of the docs, mainly docs/how-to, and writes an app for them."""
+"""Reads commands and code from pages of the docs, mainly docs/how-to."""
 
 from __future__ import annotations
 
@@ -6,43 +6,6 @@ import re
 from pathlib import Path
 
 PAGES = Path(__file__).parents[1] / "docs" / "how-to"
-
-_PYPROJECT = """
-[project]
-name = "my-app"
-version = "1"
-
-[tool.flwr.app]
-publisher = "nobody"
-
-[tool.flwr.app.components]
-serverapp = "my_app.app:server"
-clientapp = "my_app.app:client"
-
-[tool.flwr.app.config]
-num-server-rounds = 1
-learning-rate = 0.5
-"""
-_IMPORTS = """
-import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
-from flower_gpu import FedAvg
-
-server, client = ServerApp(), ClientApp()
-"""
-
-
-def write_app(folder: Path, code: str) -> Path:
-    """Write the app my-app with `code` after its imports, and return the folder of its package."""
-    package = folder / "my-app" / "my_app"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "app.py").write_text(f"{_IMPORTS}{code}")
-    (folder / "my-app" / "pyproject.toml").write_text(_PYPROJECT)
-    return package
 
 
 def blocks(page: str | Path, language: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The Flower app of the tests, whose run config says what its clients and its server do.
+"""The Flower app of the tests, whose run config says what its clients and its server do, and new small apps.
 
 The app itself is in ``tests/app``. Some clients are modules of their own, because an app shows by the imports
 and mods of its client what it needs. A variant of the app has such a client and other defaults.
@@ -17,6 +17,32 @@ from typing import Any
 from shared_servers import SHARED_STATE
 
 APP = Path(__file__).parent / "app"
+_PYPROJECT = """
+[project]
+name = "{name}"
+version = "1"
+
+[tool.flwr.app]
+publisher = "nobody"
+
+[tool.flwr.app.components]
+serverapp = "{package}.app:server"
+clientapp = "{package}.app:client"
+
+[tool.flwr.app.config]
+{config}
+"""
+_IMPORTS = """
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_gpu import FedAvg
+
+server = ServerApp()
+client = ClientApp()
+"""
 _SIMPLE = {"exact-order": False, "server-evaluates": False}
 #: Defaults of the run config that differ in a variant. A variant's client is the module of the same name.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,3 +90,16 @@ def variant(name: str) -> Path:
             with suppress(OSError):
                 copy.rename(folder)
     return folder
+
+
+def write_app(
+    folder: Path, code: str, name: str = "my-app", config: str = "num-server-rounds = 1\nlearning-rate = 0.5"
+) -> Path:
+    """Write an app whose module ``app`` has this code after its imports. Return the folder of its package."""
+    package = folder / name.replace("-", "_")
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "app.py").write_text(f"{_IMPORTS}{code}")
+    pyproject = _PYPROJECT.format(name=name, package=package.name, config=config)
+    (folder / "pyproject.toml").write_text(pyproject)
+    return package

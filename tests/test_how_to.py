@@ -12,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from how_to_pages import PAGES, block, blocks, commands, write_app
+from how_to_pages import PAGES, block, blocks, commands
 from launched import events_of
 from nvml_stub import Host
+from scripted_app import write_app
 
 from flower_gpu.apps.app import parse_pairs
 from flower_gpu.calls.settings import call_settings
@@ -120,7 +121,7 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
 @pytest.mark.timeout(600)
 def test_the_first_commands_run_one_after_the_other(env: dict[str, str], tmp_path: Path) -> None:
     """They run on a host with a stub GPU, and need no cluster and no account."""
-    write_app(tmp_path, APP)
+    write_app(tmp_path / "my-app", APP)
     (tmp_path / "task.py").write_text(TASK)
     script = block("training-code.md", "python", "client.fit(")
     script = script.replace("\nclient", "\nweights = [np.zeros(2)]\nclient", 1)
@@ -143,7 +144,7 @@ def test_the_first_commands_run_one_after_the_other(env: dict[str, str], tmp_pat
 @pytest.mark.timeout(600)
 def test_a_sweep_shares_the_gpu(env: dict[str, str], tmp_path: Path) -> None:
     """The page has two ways to run the sweep. This test runs the one with xargs."""
-    write_app(tmp_path, APP)
+    write_app(tmp_path / "my-app", APP)
     _, command, *_ = blocks("sweeps.md", "bash")
     rates = RATES[:2]
     assert " ".join(RATES) in command and "--clients 20" in command

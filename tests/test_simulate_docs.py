@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import run_programs
-from how_to_pages import PAGES, blocks, write_app
+from how_to_pages import PAGES, blocks
+from scripted_app import write_app
 from shared_servers import SHARED_STATE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -120,7 +121,7 @@ def small(text: str) -> str:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an app and a file of config values."""
     here = tmp_path_factory.mktemp("simulate")
-    (write_app(here, APP) / "task.py").write_text(TASK)
+    (write_app(here / "my-app", APP) / "task.py").write_text(TASK)
     (here / "values.toml").write_text("learning-rate = 0.25\n")
     (devices,) = blocks("simulate.md", "toml")
     (here / "devices.toml").write_text(devices)

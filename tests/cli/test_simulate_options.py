@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from command_shell import Shell
 from run_programs import run, run_python
+from scripted_app import write_app
 from waiting import until
 
 from flower_gpu import trace
@@ -28,19 +29,7 @@ from flower_gpu.watch.report.totals import Totals
 
 pytestmark = pytest.mark.timeout(300)
 
-PYPROJECT = """
-[project]
-name = "counting"
-version = "1"
-
-[tool.flwr.app]
-publisher = "nobody"
-
-[tool.flwr.app.components]
-serverapp = "counting.app:server"
-clientapp = "counting.app:client"
-
-[tool.flwr.app.config]
+CONFIG = """
 num-server-rounds = 2
 num-clients = 7
 mode = "plain"
@@ -55,15 +44,8 @@ import os, time
 from logging import INFO
 from pathlib import Path
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.common.logger import log
-from flwr.serverapp import ServerApp
 
-from flower_gpu import FedAvg
-
-server, client = ServerApp(), ClientApp()
 data = []
 
 
@@ -111,12 +93,7 @@ def shell(shell: Shell) -> Shell:
 @pytest.fixture
 def app(tmp_path: Path) -> Path:
     """A Flower app that adds one to its weights."""
-    package = tmp_path / "app" / "counting"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "app.py").write_text(APP)
-    (tmp_path / "app" / "pyproject.toml").write_text(PYPROJECT)
-    return tmp_path / "app"
+    return write_app(tmp_path / "app", APP, "counting", CONFIG).parent
 
 
 def command(*arguments: str | Path) -> list[str]:

@@ -5,36 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launched import Launch, launcher
-
-PYPROJECT = """
-[project]
-name = "patient"
-version = "1.0.0"
-
-[tool.flwr.app]
-publisher = "flower-gpu"
-
-[tool.flwr.app.components]
-serverapp = "patient:server"
-clientapp = "patient:client"
-
-[tool.flwr.app.config]
-num-server-rounds = 3
-"""
+from launched import launcher
+from scripted_app import write_app
 
 APP = """
 import time
 
-import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
 from flower_gpu import FedBuff
-
-client = ClientApp()
-server = ServerApp()
 
 
 @client.train()
@@ -57,19 +34,12 @@ def main(grid, context):
 """
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    return launcher(tmp_path)
-
-
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_a_client_that_never_replies_does_not_delay_the_run(launch: Launch, tmp_path: Path) -> None:
+def test_a_client_that_never_replies_does_not_delay_the_run(tmp_path: Path) -> None:
     app = tmp_path / "patient"
-    app.mkdir()
-    (app / "pyproject.toml").write_text(PYPROJECT)
-    (app / "patient.py").write_text(APP)
-    done = launch(app, "--clients", "4", "--gpu", "never")
+    write_app(app, APP, config="num-server-rounds = 3")
+    done = launcher(tmp_path)(app, "--clients", "4", "--gpu", "never")
     assert done.code == 0, done.output + done.logs()
     # Each client's update is 1, whatever model version it trained. Three rounds add half of it each.
     assert "the model is [1.5, 1.5]" in done.log("run")

@@ -9,6 +9,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from weights_difference import difference
 
 from flower_gpu import GPUClient, InvalidResultError, run_in_worker
 from flower_gpu.errors import ConfigError
@@ -23,10 +24,6 @@ def weights() -> Weights:
 
 def fit(name: str, weights: Weights, num_gpus: int, **config: Any) -> Any:
     return GPUClient(f"ranks_tasks:{name}", num_gpus=num_gpus).fit(weights, config)
-
-
-def difference(first: Weights, second: Weights) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(first, second, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from how_to_pages import blocks
+from weights_difference import difference
 
 from flower_gpu import GPUClient, run_in_worker
 
@@ -81,10 +81,6 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "page.py").write_text(f"{CODE_BEFORE_PAGE}{first}\n\n{checkpoint}{functions}")
     monkeypatch.syspath_prepend(str(tmp_path))
     return "page"
-
-
-def difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(first, second, strict=True))
 
 
 def test_the_functions_of_the_page_work(page: str, tmp_path: Path) -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grid_handlers import until
-from recycled_handler import Handler, handlers, has_failed
+from recycled_handler import Handler, has_failed
+from waiting import until
 
 from flower_gpu.simulation.clients import Clients
-
-
-@pytest.fixture
-def new_handler() -> Iterator[Callable[..., Handler]]:
-    with handlers() as new:
-        yield new
 
 
 def test_a_message_in_a_batch_has_the_same_facts_as_alone(new_handler: Callable[..., Handler]) -> None:

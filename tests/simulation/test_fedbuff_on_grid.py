@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import Result
-from grid_handlers import RUN_ID, GridUnderTest, until
+from grid_handlers import RUN_ID, GridUnderTest
+from waiting import until
 
 from flower_gpu import FedBuff
 from flower_gpu.errors import ClientsFailedError
@@ -31,7 +32,7 @@ def harness(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 
 def wait_until_cancelled(harness: GridUnderTest, reply: Message) -> None:
-    assert until(lambda: reply.metadata.reply_to_message_id in harness.handling.cancelled)
+    until(lambda: reply.metadata.reply_to_message_id in harness.handling.cancelled)
 
 
 def start(harness: GridUnderTest, strategy: FedBuff, timeout: float, **options: object) -> Result:
@@ -86,9 +87,9 @@ def test_messages_sent_together_with_a_cancelled_message_continue(harness: GridU
     sent = Buffered([*harness.messages(1, "wait"), *harness.messages(1, "gate"), *harness.messages(1)])
     cancelled, *others = harness.grid.push_messages(sent)
     harness.grid.cancel_messages([cancelled])
-    assert until(lambda: cancelled in harness.handling.cancelled or cancelled not in harness.handling.begun)
+    until(lambda: cancelled in harness.handling.cancelled or cancelled not in harness.handling.begun)
     harness.handling.gate.set()
-    assert until(lambda: len(harness.grid.wait_for_replies(others, 0)) == 2)
+    until(lambda: len(harness.grid.wait_for_replies(others, 0)) == 2)
     assert [reply.has_error() for reply in harness.grid.pull_messages(others)] == [False, False]
     assert harness.handling.cancelled in ([cancelled], [])
 
@@ -97,4 +98,4 @@ def test_a_run_in_which_every_message_is_late_has_no_result(harness: GridUnderTe
     harness.handling.on_reply = lambda reply: wait_until_cancelled(harness, reply)
     with pytest.raises(ClientsFailedError, match=r"no client has sent an update in 2 rounds.*within 0\.3 s"):
         start(harness, FedBuff(2, 2), timeout=0.3, num_rounds=2)
-    assert until(lambda: set(harness.handling.begun) <= set(harness.handling.cancelled))
+    until(lambda: set(harness.handling.begun) <= set(harness.handling.cancelled))

@@ -21,13 +21,15 @@ from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid import HttpGrid, InMemoryGrid
-from grid_handlers import RUN_ID, GridUnderTest, until
+from grid_handlers import RUN_ID, GridUnderTest
+from waiting import until
 
 from flower_gpu.simulation.grid import SimulationGrid
-from flower_gpu.simulation.run import _identity
 from flower_gpu.strategies.recording.recorded_grid import RecordedGrid
 from flower_gpu.strategies.recording.recorder import Recorder
 from flower_gpu.trace import NO_REPLY, Event
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 NODES = 3
 
@@ -76,13 +78,6 @@ def ours(request: pytest.FixtureRequest) -> Iterator[tuple[Grid, list[Message], 
     assert all(event["error"] is None or event["error"].startswith(NO_REPLY) for event in replies)
 
 
-@pytest.fixture(autouse=True)
-def identity() -> Iterator[None]:
-    """Flower lets only the SuperLink's side of a run create messages."""
-    with _identity(RUN_ID):
-        yield
-
-
 def described(reply: Message, sent: list[Message], *, without_source: bool = False) -> dict[str, Any]:
     """Return the comparable fields of a reply. Our reply to an expired message may name the client."""
     metadata = reply.metadata
@@ -121,7 +116,7 @@ def answers(grid: Grid, created_replies: list[Message]) -> Iterator[tuple[str, o
         return [described(reply, sent) for reply in last_replies]
 
     def waited(ids: list[str], sent: list[Message]) -> list[dict[str, Any]]:
-        assert until(lambda: bool(pulled(ids, sent)))
+        until(lambda: bool(pulled(ids, sent)))
         return [described(reply, sent) for reply in last_replies]
 
     ids = list(grid.get_node_ids())
@@ -168,7 +163,7 @@ def answers(grid: Grid, created_replies: list[Message]) -> Iterator[tuple[str, o
     sent = messages("short")
     created_replies.clear()
     pushed = list(grid.push_messages(sent))
-    assert until(lambda: bool(created_replies))
+    until(lambda: bool(created_replies))
     created_replies[0].metadata.__dict__["_ttl"] = 1e-9
     yield "reply expired", [(each["code"], each["of"]) for each in waited(pushed, sent)]
 
@@ -203,7 +198,7 @@ def test_our_grids_give_the_same_results(ours: tuple[Grid, list[Message], GridUn
     grid, created_replies, harness = ours
     assert dict(answers(grid, created_replies)) == flowers_answers()
     # Flower's workers continue with expired messages.
-    assert until(lambda: harness.handling.running == 0)
+    until(lambda: harness.handling.running == 0)
     assert len(harness.handling.cancelled) == 3 and not any(
         box.queued_count for box in harness.dispatcher._waiting
     )
@@ -212,7 +207,7 @@ def test_our_grids_give_the_same_results(ours: tuple[Grid, list[Message], GridUn
 def test_replies_can_be_pulled_as_with_flower_1_43(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
     grid: Any = ours[0]
     (id_,) = grid.push_messages([Message(RecordDict(), grid.get_node_ids()[0], "train", group_id="answer")])
-    assert until(lambda: bool(list(grid.pull_messages()))) and not list(grid.pull_messages())
+    until(lambda: bool(list(grid.pull_messages()))) and not list(grid.pull_messages())
     (reply,) = grid.pull_messages(reply_to_message_ids=[id_])
     assert reply.has_error(), "it was pulled before"
 

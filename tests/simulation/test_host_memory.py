@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from grid_handlers import until
+from waiting import until
 
 from flower_gpu import control_group
 from flower_gpu.errors import LeaseTimeoutError
@@ -87,20 +87,20 @@ def test_the_first_worker_always_has_room(workers: Callable[..., Workers]) -> No
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(3)
-    assert until(lambda: started.memory.wait_count == 2)
+    until(lambda: started.memory.wait_count == 2)
     assert started.inside == 1
     started.leave()
     # The next worker is alone as well.
-    assert until(lambda: started.memory.wait_count == 2 and started.inside == 1)
+    until(lambda: started.memory.wait_count == 2 and started.inside == 1)
 
 
 def test_others_on_the_host_give_memory_back(workers: Callable[..., Workers]) -> None:
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(2)
-    assert until(lambda: started.inside == 1 and started.memory.wait_count == 1)
+    until(lambda: started.inside == 1 and started.memory.wait_count == 1)
     started.free = 50
-    assert until(lambda: started.inside == 2)
+    until(lambda: started.inside == 2)
 
 
 def test_simultaneous_workers_do_not_claim_the_same_free_memory(workers: Callable[..., Workers]) -> None:
@@ -108,7 +108,7 @@ def test_simultaneous_workers_do_not_claim_the_same_free_memory(workers: Callabl
     started = workers(20)
     started.memory.learn(4 * GIB)
     started.start(8)
-    assert until(lambda: started.memory.wait_count == 5)
+    until(lambda: started.memory.wait_count == 5)
     assert started.inside == 3
 
 
@@ -119,9 +119,9 @@ def test_ended_workers_take_no_room(workers: Callable[..., Workers]) -> None:
     started.start(1)
     for _ in range(20):
         started.start(1)
-        assert until(lambda: started.inside == 2)
+        until(lambda: started.inside == 2)
         started.leave()
-        assert until(lambda: started.inside == 1)
+        until(lambda: started.inside == 1)
     assert started.memory.wait_count == 0
 
 
@@ -131,7 +131,7 @@ def test_an_error_releases_the_room(workers: Callable[..., Workers]) -> None:
     with pytest.raises(KeyError), started.memory.room():
         raise KeyError
     started.start(1)
-    assert until(lambda: started.inside == 1)
+    until(lambda: started.inside == 1)
 
 
 def test_a_worker_that_runs_alone_waits_for_others_and_blocks_new_workers(
@@ -139,18 +139,18 @@ def test_a_worker_that_runs_alone_waits_for_others_and_blocks_new_workers(
 ) -> None:
     started = workers(50)
     started.start(2)
-    assert until(lambda: started.inside == 2)
+    until(lambda: started.inside == 2)
     started.start_alone()
-    assert until(lambda: started.memory.wait_count == 1)
+    until(lambda: started.memory.wait_count == 1)
     started.start(1)
-    assert until(lambda: started.memory.wait_count == 2)
+    until(lambda: started.memory.wait_count == 2)
     started.leave(2)
-    assert until(lambda: started.inside == 1)
+    until(lambda: started.inside == 1)
     started.start(1)
-    assert until(lambda: started.memory.wait_count == 3)
+    until(lambda: started.memory.wait_count == 3)
     assert started.inside == 1
     started.leave()
-    assert until(lambda: started.inside == 2)
+    until(lambda: started.inside == 2)
 
 
 def test_workers_with_leases_make_way_for_a_worker_that_runs_alone(workers: Callable[..., Workers]) -> None:
@@ -158,27 +158,27 @@ def test_workers_with_leases_make_way_for_a_worker_that_runs_alone(workers: Call
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(3, has_lease=True)
-    assert until(lambda: started.inside == 3)
+    until(lambda: started.inside == 3)
     started.start_alone()
-    assert until(lambda: started.memory.wait_count == 1)
+    until(lambda: started.memory.wait_count == 1)
     for _ in range(3):
         started.start(1, has_lease=True)
-    assert until(lambda: started.memory.wait_count == 4)
+    until(lambda: started.memory.wait_count == 4)
     # Each worker gives way before it waits.
-    assert until(lambda: started.gave_way == ["the large one", *["a small one"] * 3])
+    until(lambda: started.gave_way == ["the large one", *["a small one"] * 3])
     started.leave(3)
-    assert until(lambda: started.entered[3:] == ["the large one"])
+    until(lambda: started.entered[3:] == ["the large one"])
     started.start(1, has_lease=True)
-    assert until(lambda: started.memory.wait_count == 5)
+    until(lambda: started.memory.wait_count == 5)
     assert started.inside == 1
     started.leave()
-    assert until(lambda: started.inside == 1 and started.entered[-1] == "a small one")
+    until(lambda: started.inside == 1 and started.entered[-1] == "a small one")
 
 
 def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Workers]) -> None:
     started = workers(50)
     started.start(1)
-    assert until(lambda: started.inside == 1)
+    until(lambda: started.inside == 1)
     is_cancelled = threading.Event()
 
     def check() -> None:
@@ -186,14 +186,14 @@ def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Worker
             raise KeyError
 
     started.start_alone(check=check)
-    assert until(lambda: started.memory.wait_count == 1)
+    until(lambda: started.memory.wait_count == 1)
     is_cancelled.set()
     started.memory.wake()
-    assert until(lambda: len(started.errors) == 1)
+    until(lambda: len(started.errors) == 1)
     assert started.inside == 1
     # No worker waits to be alone any more.
     started.start(1)
-    assert until(lambda: started.inside == 2)
+    until(lambda: started.inside == 2)
 
 
 def test_two_workers_run_alone_in_turn_and_log_what_they_wait_for(
@@ -203,23 +203,23 @@ def test_two_workers_run_alone_in_turn_and_log_what_they_wait_for(
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     started = workers(50)
     started.start(2)
-    assert until(lambda: started.inside == 2)
+    until(lambda: started.inside == 2)
     for count, name in enumerate(["first", "second"], 1):
         started.start_alone(name)
-        assert until(lambda count=count: started.memory.wait_count == len(caplog.messages) == count)
+        until(lambda count=count: started.memory.wait_count == len(caplog.messages) == count)
     assert caplog.messages == [
         f"{name} waits to be handled alone: a small one and 1 other are still in flight"
         for name in ("first", "second")
     ]
     started.start_alone("third", timeout_s=0.05)
-    assert until(lambda: len(started.errors) == 1)
+    until(lambda: len(started.errors) == 1)
     assert "third could not be handled alone within lease_timeout_s=0.05: a small one and" in str(
         started.errors[0]
     )
     started.leave(2)
-    assert until(lambda: started.entered[2:] == ["first"])
+    until(lambda: started.entered[2:] == ["first"])
     started.leave()
-    assert until(lambda: started.entered[2:] == ["first", "second"])
+    until(lambda: started.entered[2:] == ["first", "second"])
     assert started.inside == 1
 
 

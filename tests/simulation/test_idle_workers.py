@@ -25,11 +25,6 @@ pytestmark = pytest.mark.timeout(240)
 OPTIONS = ("--gpu", "require", "--num-gpus", "0.25", "--max-workers", "4")
 
 
-@pytest.fixture
-def one_gpu(tmp_path: Path) -> StubHost:
-    return StubHost(tmp_path, gpus=1)
-
-
 @contextmanager
 def pausing(host: StubHost, clients: int = 4, **env: str) -> Iterator[tuple[Running, list[int]]]:
     """Run a simulation until the workers of all clients are idle. Yield it and the pids."""

@@ -11,13 +11,14 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from grid_handlers import RUN_ID, GridUnderTest, until
+from grid_handlers import GridUnderTest
+from waiting import until
 
 import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.simulation import grid as grid_module
 from flower_gpu.simulation.dispatcher import Durations
-from flower_gpu.simulation.run import _identity, simulate
+from flower_gpu.simulation.run import simulate
 
 # Expected durations
 
@@ -44,28 +45,19 @@ def test_the_expected_duration_of_a_client() -> None:
 
 
 @pytest.fixture
-def identity() -> Iterator[None]:
-    """Flower lets only the SuperLink's side of a run create messages."""
-    with _identity(RUN_ID):
-        yield
-
-
-@pytest.fixture
-def new_grid(identity: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GridUnderTest]]:
+def new_timed_grid(
+    new_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., GridUnderTest]:
     # A busy machine sends few messages within the usual time.
     monkeypatch.setattr(grid_module, "_GATHER_S", 60.0)
-    harnesses: list[GridUnderTest] = []
 
     def new(threads: int, nodes: int, known: Mapping[int, float]) -> GridUnderTest:
         durations = Durations()
         for client, seconds in known.items():
             durations.learn("train", client, seconds)
-        harnesses.append(GridUnderTest(threads, nodes, durations))
-        return harnesses[-1]
+        return new_grid(threads, nodes, durations)
 
-    yield new
-    for harness in harnesses:
-        harness.close()
+    return new
 
 
 def clients(harness: GridUnderTest, ids: Sequence[str], sent: Sequence[Message]) -> list[int]:
@@ -75,17 +67,17 @@ def clients(harness: GridUnderTest, ids: Sequence[str], sent: Sequence[Message])
 
 @pytest.mark.parametrize("way", ["send_and_receive", "stream", "push_messages", "in_order"])
 def test_messages_are_handled_from_the_longest_to_the_shortest(
-    way: str, new_grid: Callable[..., GridUnderTest]
+    way: str, new_timed_grid: Callable[..., GridUnderTest]
 ) -> None:
     numbers = np.random.default_rng(3)
     for count in (1, 2, 7, 20):
         known = {client: float(numbers.lognormal()) for client in range(count) if client % 5}
-        harness = new_grid(1, count, known)
+        harness = new_timed_grid(1, count, known)
         sent = harness.messages(count)
         if way == "push_messages":
             ids = list(harness.grid.push_messages(sent))
             assert ids == [message.metadata.message_id for message in sent]
-            assert until(lambda harness=harness, count=count: len(harness.handling.done) == count)
+            until(lambda harness=harness, count=count: len(harness.handling.done) == count)
         elif way == "in_order":
             harness.sums(sent)
         else:
@@ -98,14 +90,14 @@ def test_messages_are_handled_from_the_longest_to_the_shortest(
 
 
 def test_messages_that_are_created_slowly_do_not_delay_workers(
-    new_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch
+    new_timed_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grid_module, "_GATHER_S", 0.0)
-    harness = new_grid(2, 4, dict.fromkeys(range(4), 1.0))
+    harness = new_timed_grid(2, 4, dict.fromkeys(range(4), 1.0))
 
     def slow_messages() -> Iterator[Message]:
         for number, message in enumerate(harness.messages(4)):
-            assert until(lambda number=number: len(harness.handling.done) == number)
+            until(lambda number=number: len(harness.handling.done) == number)
             yield message
 
     assert len(list(harness.grid.send_and_receive(slow_messages()))) == 4

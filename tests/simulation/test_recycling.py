@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import recycling_tasks
-from grid_handlers import until
 from live_processes import is_running
-from recycled_handler import Handler, handlers, has_failed
+from recycled_handler import Handler, has_failed
+from waiting import until
 
 from flower_gpu.errors import NotDeterministicError
 from flower_gpu.simulation.host import MANY, CallError, MessageOutcome
@@ -95,12 +95,6 @@ def test_torch_imported_by_a_client_is_reset() -> None:
 
 
 # Messages
-
-
-@pytest.fixture
-def new_handler() -> Iterator[Callable[..., Handler]]:
-    with handlers() as new:
-        yield new
 
 
 def test_messages_share_a_worker_but_not_their_state(new_handler: Callable[..., Handler]) -> None:
@@ -184,7 +178,7 @@ def test_a_message_is_cancelled_before_its_worker_starts(
         answers: list[MessageOutcome] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
-        assert until(lambda: memory.wait_count == 1)
+        until(lambda: memory.wait_count == 1)
         handler.handler.cancel(visit.message_id)
         thread.join(60)
         assert not thread.is_alive(), "it still waits for memory"
@@ -204,7 +198,7 @@ def test_the_end_of_a_run_ends_all_waits_for_memory(
         answers: list[MessageOutcome] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
-        assert until(lambda: memory.wait_count == 1)
+        until(lambda: memory.wait_count == 1)
         handler.handler.cancel_all()
         thread.join(60)
         assert not thread.is_alive()

@@ -10,34 +10,16 @@ from typing import Any
 import pytest
 from mlflow_server import MLflowServer
 from run_programs import run_cli, run_python
+from scripted_app import write_app
 from shared_servers import SHARED_STATE
 
 pytestmark = pytest.mark.timeout(300)
 
 VARIABLE, ARGUMENT, PASSWORD = "hf_v4riable", "s3_4rgument", "pw_0f_mlflow"
 
-APP = {
-    "pyproject.toml": """
-[project]
-name = "private"
-version = "1.0.0"
-[tool.flwr.app]
-publisher = "flower-gpu"
-[tool.flwr.app.components]
-serverapp = "private_app:server"
-clientapp = "private_app:client"
-[tool.flwr.app.config]
-num-server-rounds = 1
-""",
-    "private_app.py": """
+APP = """
 import os
-import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-from flower_gpu import FedAvg
 
-client, server = ClientApp(), ServerApp()
 keys = []
 
 def load(key):
@@ -55,8 +37,7 @@ def train(message, context):
 def main(grid, context):
     rounds = context.run_config["num-server-rounds"]
     FedAvg().start(grid, ArrayRecord([np.zeros(1, "f4")]), num_rounds=rounds)
-""",
-}
+"""
 
 SIMULATE = """
 import json, sys
@@ -75,12 +56,10 @@ def files_with(folder: Path, *secrets: str) -> list[str]:
 
 def test_no_file_of_a_run_has_its_secrets(tmp_path: Path) -> None:
     """This includes its output, and the resumed run, which reads the password of MLflow's server again."""
-    (tmp_path / "app").mkdir()
-    for name, text in APP.items():
-        (tmp_path / "app" / name).write_text(text)
+    write_app(tmp_path / "app", APP)
     options: dict[str, Any] = {
         "env": {"HF_TOKEN": VARIABLE},
-        "preload": [["private_app:load", {"key": ARGUMENT}]],
+        "preload": [["my_app.app:load", {"key": ARGUMENT}]],
         "clients": {"2": {"gpu": "never"}},
         "trackers": ["tensorboard", "wandb", "mlflow"],
         "log_dir": str(tmp_path / "runs"),
@@ -105,7 +84,7 @@ def test_no_file_of_a_run_has_its_secrets(tmp_path: Path) -> None:
         assert not any(each in done.stdout + done.stderr for each in (VARIABLE, ARGUMENT, PASSWORD))
     assert server.asked.count("create") == 1 and all(server.credentials)
     settings = json.loads((folder / "result.json").read_text())["settings"]
-    assert settings["options"] == {"env": ["HF_TOKEN"], "preload": ["private_app:load(key)"]}
+    assert settings["options"] == {"env": ["HF_TOKEN"], "preload": ["my_app.app:load(key)"]}
     assert "one client fails" in (folder / "failures.log").read_text()
     assert (folder / "report.html").is_file()
     assert files_with(folder, VARIABLE, ARGUMENT, PASSWORD) == []

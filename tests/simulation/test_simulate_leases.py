@@ -16,11 +16,6 @@ from stub_host import StubHost, events
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture
-def one_gpu(tmp_path: Path) -> StubHost:
-    return StubHost(tmp_path, gpus=1)
-
-
 def max_concurrent_leases(done: Simulation) -> int:
     held: set[str] = set()
     max_count = 0
