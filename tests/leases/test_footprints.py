@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +346,7 @@ def test_learners_that_are_killed_leave_a_whole_file_and_no_lock(path: Path, sta
 
 
 def test_a_lock_that_is_never_released_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(files, "locked", partial(files.locked, wait_s=0.05))
     footprints = Footprints(path)
     footprints.learn(KEY, GIB)
     with open(path.with_name("footprints.json.lock")) as lock:

@@ -122,12 +122,14 @@ class TestLibraries:
     def test_a_worker_that_is_ended_during_an_import_has_reported_it(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:server") == only_server().pid
-            with pytest.raises(forkservers.CallError, match="WorkerTimeoutError") as caught:
-                caller.call("tasks_forkserver:uses", "slow", timeout_s=8)
-            match = re.search(
-                r"within timeout_s=8, of which at least (\S+) s went into imports", str(caught.value)
-            )
-            assert match and 0.5 <= float(match[1]) <= 8, caught.value
+            # A short limit keeps the test short. On a busy machine, the call is repeated with a longer limit.
+            for timeout_s in (2, 8, 32):
+                with pytest.raises(forkservers.CallError, match="WorkerTimeoutError") as caught:
+                    caller.call("tasks_forkserver:uses", "slow", timeout_s=timeout_s)
+                says = rf"within timeout_s={timeout_s}, of which at least (\S+) s went into imports"
+                if match := re.search(says, str(caught.value)):
+                    break
+            assert match and timeout_s / 16 <= float(match[1]) <= timeout_s, caught.value
             until_only(lambda status: "slow" in status.libraries)
             assert caller.call("tasks_forkserver:uses", "slow", timeout_s=60) == [True]
 

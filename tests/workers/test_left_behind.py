@@ -146,25 +146,28 @@ def test_only_folders_of_workers_are_removed(folder: Path) -> None:
 # Processes in their own sessions ----------------------------------------------------------------------------
 
 ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
-TIMEOUT_S = 10
 
 
 def pids_of(folder: Path) -> list[int]:
-    pids = [int(path.read_text()) for path in folder.iterdir()]
-    assert len(pids) == 4
-    return pids
+    """Return the pids of the processes that have started, which are four in the end."""
+    return [int(text) for path in folder.iterdir() if (text := path.read_text())]
 
 
 @pytest.mark.parametrize("end", ["return", "abort", "hang"])
 def test_processes_in_other_sessions_end_with_the_worker(end: str, tmp_path: Path) -> None:
-    expected = pytest.raises(ERRORS[end]) if end in ERRORS else nullcontext()
-    timeout_s = TIMEOUT_S if end == "hang" else 60
-    with expected:
-        living = run_in_worker(
-            "left_tasks:leave", str(tmp_path), end, start_method="forkserver", timeout_s=timeout_s
-        )
-        assert living == [True] * 4
-    pids = pids_of(tmp_path)
+    # A short limit keeps the test short. On a busy machine, the call is repeated with a longer limit.
+    for timeout_s in (2, 10, 60) if end == "hang" else (60,):
+        folder = tmp_path / f"{timeout_s}"
+        folder.mkdir()
+        with pytest.raises(ERRORS[end]) if end in ERRORS else nullcontext():
+            living = run_in_worker(
+                "left_tasks:leave", str(folder), end, start_method="forkserver", timeout_s=timeout_s
+            )
+            assert living == [True] * 4
+        pids = pids_of(folder)
+        if len(pids) == 4:
+            break
+    assert len(pids) == 4
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
@@ -174,9 +177,9 @@ def test_processes_in_other_sessions_outlive_other_workers(caller: Caller, tmp_p
     assert caller.run("left_tasks:leave", str(tmp_path), "return", line=line, calls=3) == [True] * 4
     for _ in range(3):
         caller.run("os:getpid", line=other)
-    assert all(map(is_running, pids_of(tmp_path)))
-    line.retire()
     pids = pids_of(tmp_path)
+    assert len(pids) == 4 and all(map(is_running, pids))
+    line.retire()
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
