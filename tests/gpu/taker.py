@@ -47,7 +47,7 @@ def in_a_fork(function: Callable[[], object] = taken) -> object:
 
 
 def patience(seconds: str) -> None:
-    inventory._START_S = inventory._ANSWER_S = nvml_thread._CLOSE_S = float(seconds)
+    inventory._START_S = inventory._ANSWER_S = query_thread._CLOSE_S = float(seconds)
 
 
 def fork_meanwhile() -> object:
