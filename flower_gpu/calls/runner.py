@@ -61,7 +61,7 @@ def run_call(
     call = Tries(task, args, kwargs or {}, settings, environ, label, fields, workers, by_name, clients)
     if leasing.is_worker():
         # A worker that starts another worker shares its lease with it, if it has one.
-        return call.sharing(leasing.of_this_process())
+        return call.once(leasing.of_this_process())
     # Impossible settings are refused before the call waits for a lease.
     call.workers.choose(settings.worker.start_method)
     grants.refuse(settings)

@@ -194,7 +194,7 @@ class Tries:
         """Return the result of the call without a GPU, with a lease on cores and main memory."""
         with self.workers.hold_cores(leasing) as lease_and_ticket:
             try:
-                return self._once(*lease_and_ticket or (None, None))
+                return self.once(*lease_and_ticket or (None, None))
             finally:
                 leasing.learn_memory(self.memory_bytes, is_done=not self.was_killed)
 
@@ -218,19 +218,18 @@ class Tries:
 
     def _on_lease(self, lease: Lease, ticket: Ticket) -> Any:
         try:
-            return self._once(lease, ticket)
+            return self.once(lease, ticket)
         finally:
             if "no_cuda" in self.events:
                 notices.say_why_no_cuda(lease, self.events["no_cuda"])
             if "lacks" in self.events:
                 notices.say_once(str(self.events["lacks"]["text"]))
 
-    def sharing(self, lease: Lease | None) -> Any:
-        """Return the result of the call in a worker that shares the lease of this process, if it has one."""
-        return self._once(lease, None)
+    def once(self, lease: Lease | None, ticket: Ticket | None = None) -> Any:
+        """Return the result of the call in one worker, which keeps the lock of the ticket.
 
-    def _once(self, lease: Lease | None, ticket: Ticket | None) -> Any:
-        """Return the result of the call in one worker, which keeps the lock of the ticket, if any."""
+        ``lease``: lease of the worker. Without a ticket, it is the lease of this process, if it is a worker.
+        """
         with nullcontext() if ticket is None else files.passed_on(ticket.descriptor):
             try:
                 return self._run_worker(lease, ticket)

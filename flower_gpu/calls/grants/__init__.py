@@ -2,9 +2,9 @@
 
 Other rooms and modules call the functions of this module, which ask each grant in turn::
 
-    caller   refuse ── adjusted ── environment ── describe ──┐
-                                       │                   │   fault, on_event <── events ──┐
-    worker                             └──> in_worker: for each grant of ALL: ── task ──────┘
+    caller   refuse ── adjusted ── environment ── describe     fault, on_event <── events ──┐
+                                       │                                                  │
+    worker                             └──> in_worker: for each grant of ALL ── task ───────┘
 
 To add a grant, subclass :class:`~flower_gpu.calls.grants.grant.Grant` in a new file, and add it to
 :data:`ALL`. It may also need an option, and docs. ``tests/calls/test_grants_together.py`` tries all pairs.
@@ -12,13 +12,12 @@ To add a grant, subclass :class:`~flower_gpu.calls.grants.grant.Grant` in a new 
 The order of :data:`ALL` is the order in which a worker puts its grants into force:
 
 1. The driver's cap comes first, because a guarded or confined worker may not create a control group.
-2. The GPU guard comes before the confinement. It opens each folder that has device files, and a confined
-   worker cannot open all of these. Both come before anything that runs code of an app.
-3. Thread counts come next. They look at the loaded libraries, which the earlier grants do not change.
-4. MPS starts CUDA to count processors. CUDA must find the limits of 1 and 2, and a confined worker must find
-   the pipes of the daemon.
-5. The cap of allocators is last, and ends first. It contains the measurement of the task's memory, which
-   must not include the other grants.
+2. The GPU guard comes before the confinement, because it lists the entries of ``/`` and ``/dev``, and a
+   confined worker may not.
+3. Thread counts and ranks may come anywhere before the task.
+4. MPS starts CUDA to count processors. From then on the process has device files open and memory on its GPU,
+   so 1 and 2 must be in force.
+5. The cap of allocators is last, because it also measures the memory that the task takes.
 
 All combinations are allowed, except for ranks of a confined worker, which the confinement refuses. A call
 with ``in-process`` has neither the driver's cap, the guard nor a confinement, because this process could
