@@ -17,6 +17,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypedDict, get_args, get_type_hints
 
@@ -198,6 +199,8 @@ POLICIES: Final[tuple[str, ...]] = get_args(PolicyWord)
 ON_OOM: Final[tuple[str, ...]] = get_args(OnOomWord)
 
 _EVERYWHERE: Final = ("launch", "simulate", "supernode")
+_worker_option: Final = partial(Option, group="workers", commands=_EVERYWHERE)
+_gpu_option: Final = partial(Option, group="GPUs", commands=_EVERYWHERE)
 
 
 class CallOptions(TypedDict, total=False):
@@ -210,24 +213,20 @@ class CallOptions(TypedDict, total=False):
 
     start_method: Annotated[
         StartMethodWord | None,
-        Option(
+        _worker_option(
             "how worker processes are started (default: {default})",
             words(*START_METHODS),
             "FLOWER_GPU_START_METHOD",
             "auto",
-            "workers",
-            ("launch",),
+            commands=("launch",),
         ),
     ]
     timeout_s: Annotated[
         float | None,
-        Option(
+        _worker_option(
             "seconds a call in a worker may take, counted from its lease (default: no limit)",
             SECONDS,
             "FLOWER_GPU_TIMEOUT_S",
-            None,
-            "workers",
-            _EVERYWHERE,
         ),
     ]
     env: Annotated[Mapping[str, str] | None, Option("environment variables of the worker")]
@@ -238,105 +237,85 @@ class CallOptions(TypedDict, total=False):
     preload: Annotated[Any, Option("functions that load data once for all workers")]
     gpu: Annotated[
         PolicyWord | None,
-        Option(
+        _gpu_option(
             "device policy of a node: never, offer, force or require a GPU (default: {default})",
             words(*POLICIES, meanings=_POLICY_MEANINGS),
             "FLOWER_GPU_POLICY",
             "offer",
-            "GPUs",
-            _EVERYWHERE,
-            "gpu",
+            node_key="gpu",
             is_nodes=True,
         ),
     ]
     gpu_ids: Annotated[
         int | str | None,
-        Option(
+        _gpu_option(
             "GPU numbers or UUIDs of a node, such as 0,1",
             GPU_IDS,
             "FLOWER_GPU_IDS",
-            None,
-            "GPUs",
-            _EVERYWHERE,
-            "gpu-ids",
+            node_key="gpu-ids",
             is_nodes=True,
         ),
     ]
     num_gpus: Annotated[
         float | None,
-        Option(
+        _gpu_option(
             "GPUs of a call: a share of one, such as 0.25, or 1, 2, ... (default: the measured need of the "
             "task)",
             GPUS,
             "FLOWER_GPU_NUM_GPUS",
-            None,
-            "GPUs",
-            _EVERYWHERE,
-            "num-gpus",
+            node_key="num-gpus",
             excludes="gpu_memory",
         ),
     ]
     gpu_memory: Annotated[
         int | str | None,
-        Option(
+        _gpu_option(
             "GPU memory of a call, such as 2GiB, CUDA's own included",
             GPU_SIZE,
             "FLOWER_GPU_MEMORY",
-            None,
-            "GPUs",
-            _EVERYWHERE,
-            "gpu-memory",
+            node_key="gpu-memory",
             excludes="num_gpus",
         ),
     ]
     gpu_compute: Annotated[
         float | None,
-        Option(
+        _gpu_option(
             "share of a GPU's processors that a call has under simulate --mps (default: its share of the "
             "memory)",
             SHARE,
             "FLOWER_GPU_COMPUTE",
-            None,
-            "GPUs",
-            ("simulate",),
+            commands=("simulate",),
             in_code="share of a GPU's processors that a call has under simulate(mps=True) (default: its "
             "share of the memory)",
         ),
     ]
     num_cpus: Annotated[
         float | None,
-        Option(
+        _worker_option(
             "cores of a call, such as 0.5 or 2; it waits until they are free (default: on the CPU an equal "
             "part of the cores, on a GPU none)",
             CPUS,
             "FLOWER_GPU_NUM_CPUS",
-            None,
-            "workers",
-            _EVERYWHERE,
-            "num-cpus",
+            node_key="num-cpus",
         ),
     ]
     lease_timeout_s: Annotated[
         float | None,
-        Option(
+        _gpu_option(
             "seconds a call may wait for its lease (default: {default} for a GPU, no limit for cores)",
             SECONDS,
             "FLOWER_GPU_LEASE_TIMEOUT_S",
-            default=1800.0,  # half of what Flower gives a round
-            group="GPUs",
-            commands=_EVERYWHERE,
+            1800.0,  # half of what Flower gives a round
         ),
     ]
     on_oom: Annotated[
         OnOomWord | None,
-        Option(
+        _gpu_option(
             "after a call ran out of GPU memory: retry with more of it, and finally fail; the same, but "
             "finally run on the cpu; fail at once (default: {default})",
             words(*ON_OOM),
             "FLOWER_GPU_ON_OOM",
             "retry",
-            "GPUs",
-            _EVERYWHERE,
         ),
     ]
     context: Annotated[Any, Option("Flower's Context, with node config and run config")]
@@ -373,6 +352,9 @@ CALL: Final = MappingProxyType(table_of(CallOptions))
 CallOptions.__doc__ = documented(CallOptions.__doc__, "Parameters", CALL)
 
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
+_RUN_DIR: Final = Option(
+    "folder of the run: events are appended to trace.jsonl in it", variable=RUN_DIR_VARIABLE
+)
 CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"
 
 #: Whether the server wants a GPU: a key of the config of a call, and of the run config.
@@ -381,23 +363,21 @@ USE_GPU: Final = Option(
 )
 
 #: Of commands whose workers import no code of an app before the kernel keeps them from other GPUs.
-GPU_GUARD: Final = Option(
+GPU_GUARD: Final = _gpu_option(
     "have the kernel keep workers from all GPUs but those of their lease (default: {default}, if possible)",
     words("on", "off", "require"),
     "FLOWER_GPU_GUARD",
     "on",
-    "GPUs",
     name="gpu_guard",
 )
 
 #: Of the same commands. The framework's own cap always holds: it fails earlier, and says more.
-GPU_CAP: Final = Option(
+GPU_CAP: Final = _gpu_option(
     "what limits workers to the GPU memory of a lease: the driver if possible (auto), the driver or else no "
     "call is run (driver), or only the allocators of frameworks (default: {default})",
     words("auto", "allocator", "driver"),
     "FLOWER_GPU_CAP",
     "auto",
-    "GPUs",
     name="gpu_cap",
 )
 
@@ -455,28 +435,12 @@ IDLE_POLL: Final = Option(
     "seconds between these requests after a minute without messages", SECONDS, "FLOWER_GPU_IDLE_POLL_S", 30.0
 )
 
-#: Every environment variable that users set.
+#: Every environment variable that users set: those of the options that are defined above.
 VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
     {
         option.variable: option
-        for option in (
-            *CALL.values(),
-            Option("folder of the run: events are appended to trace.jsonl in it", variable=RUN_DIR_VARIABLE),
-            STATE_DIR,
-            LEDGER_DIR,
-            ENVIRONMENTS_DIR,
-            SERVER_IDLE,
-            SAY_WAIT,
-            CONCURRENCY,
-            CPU_LEASES,
-            HOST_RESERVE,
-            PLACEMENT,
-            RESERVE,
-            POLL,
-            *LIMITS.values(),
-            IDLE_POLL,
-        )
-        if option.variable
+        for option in (*CALL.values(), *globals().values())
+        if isinstance(option, Option) and option.variable
     }
 )
 

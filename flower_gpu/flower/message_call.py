@@ -46,7 +46,7 @@ def call(
     args: tuple[Any, ...],
     message: Message,
     context: Context,
-    settings: Callable[[], CallSettings],
+    settings: CallSettings,
     *,
     name: str,
 ) -> Message:
@@ -56,24 +56,21 @@ def call(
     :func:`run`.
     ``args``: first arguments of the task.
     ``message``, ``context``: as Flower passes them to an app.
-    ``settings``: returns the settings of the call. Its errors count as errors of the call.
+    ``settings``: settings of the call.
     ``name``: name of the user's function, which is the key of the footprint.
     Raises FlowerGPUError if no GPU or worker was available, or if the function failed. The text names the
     client. A LoadClientAppError is raised unchanged.
     """
-    kind = message.metadata.message_type
-    with _named(f"{kind} of client {client_of(context)}"):
-        resolved = settings()
     reply: Message
-    with _named(f"{kind} of client {resolved.worker.name}"):
+    with named(f"{message.metadata.message_type} of client {settings.worker.name}"):
         value = run_call(
             task,
             (*args, message, context, identity()),
-            settings=resolved,
+            settings=settings,
             name=name,
             **_described(message),
         )
-        if resolved.worker.confinement is not None:
+        if settings.worker.confinement is not None:
             reply, state = record_bytes.decode_reply(value, message)
         else:
             reply, state = value
@@ -105,7 +102,7 @@ def call_many(
     kind, count = messages[0].metadata.message_type, len(messages)
     clients = [client_of(context) for context in contexts]
     label = label_of(kind, contexts)
-    with _named(label):
+    with named(label):
         timeout_s = settings.worker.timeout_s
         handled = run_call(
             task,
@@ -149,7 +146,7 @@ def label_of(message_type: str, contexts: Sequence[Context]) -> str:
 
 
 @contextmanager
-def _named(label: str) -> Iterator[None]:
+def named(label: str) -> Iterator[None]:
     """Have errors name the client: Flower tells the server nothing but their text."""
     try:
         yield

@@ -57,12 +57,15 @@ class GPUMod:
         if leasing.is_worker() or any(_is_ours(mod) for mod, _ in _inner(call_next)):
             # Either this is a worker already, or the function has its own gpu_mod, which takes precedence.
             return call_next(message, context)
+        # An error in the app's resources counts as an error of the call.
+        with message_call.named(message_call.label_of(message.metadata.message_type, [context])):
+            settings = self._settings_of(context, call_next)
         return message_call.call(
             message_call.run,
             (_Rest(call_next, _lifespan()),),
             message,
             context,
-            lambda: self._settings_of(context, call_next),
+            settings,
             name=_name(call_next),
         )
 

@@ -210,17 +210,15 @@ class LeasedClientApp:
             # A process with the name flwr-clientapp would be forked for its call. This one must not be,
             # because it lacks the app's libraries.
             sys.argv[0] = _OTHER_NAME
+        with message_call.named(message_call.label_of(message.metadata.message_type, [context])):
+            settings = call_settings({"context": context}).for_client(message_call.client_of(context))
         with self._confined() as confinement:
             return message_call.call(
                 load_and_run,
                 (self._loader_arguments, self._app),
                 message,
                 context,
-                lambda: (
-                    call_settings({"context": context})
-                    .for_client(message_call.client_of(context))
-                    .with_worker(confinement=confinement)
-                ),
+                settings.with_worker(confinement=confinement),
                 name=self._app[0],
             )
 

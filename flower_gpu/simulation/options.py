@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, get_args
@@ -28,14 +29,14 @@ ClientOutputWord = Literal["auto", "all", "file"]
 #: Number of lines of clients that ``auto`` shows after each start of a round.
 LINES_PER_ROUND: Final = 20
 
-_FEDERATION: Final = "federation"
-_WORKERS: Final = "workers"
+_federation: Final = partial(Option, group="federation")
+_workers: Final = partial(Option, group="workers")
+_output: Final = partial(Option, group="output")
 
 #: Number of virtual clients. It has no default, so it is a parameter of its own.
-NUM_SUPERNODES: Final = Option(
+NUM_SUPERNODES: Final = _federation(
     "number of virtual clients (default with --resume: the earlier number)",
     COUNT,
-    group=_FEDERATION,
     synonyms=("clients",),
     name="num_supernodes",
 )
@@ -47,27 +48,23 @@ class SimulationOptions(CallOptions, total=False):
     An option that is None or not passed has its default, except that ``log_dir=None`` means no folder.
     """
 
-    rounds: Annotated[
-        int | None, Option("number of rounds", COUNT, group=_FEDERATION, run_config_key=NUM_ROUNDS_KEY)
-    ]
+    rounds: Annotated[int | None, _federation("number of rounds", COUNT, run_config_key=NUM_ROUNDS_KEY)]
     run_config: Annotated[Mapping[str, Any] | None, Option("values that override the app's run config")]
     seed: Annotated[
         int | None,
-        Option(
+        _federation(
             "seed of the node ids and of all random numbers, those of the ServerApp too: the same "
             "initial model, the same sampled clients (default: drawn, and written down)",
             NON_NEGATIVE,
-            group=_FEDERATION,
         ),
     ]
     deterministic: Annotated[
         bool,
-        Option(
+        _federation(
             "the same seed gives the same final model, bit for bit, with any number of workers, "
             "after crashes and --resume; anything that would change it ends the run",
             SWITCH,
             default=False,
-            group=_FEDERATION,
         ),
     ]
     clients: Annotated[
@@ -79,48 +76,43 @@ class SimulationOptions(CallOptions, total=False):
     ]
     max_workers: Annotated[
         int | None,
-        Option(
+        _workers(
             "maximum number of messages handled at a time (default: the number of cores, or the "
             "shares of GPUs if these are more)",
             COUNT,
-            group=_WORKERS,
         ),
     ]
     calls_per_worker: Annotated[
         int | None,
-        Option(
+        _workers(
             "maximum number of messages that one worker handles; 1: each message has its own process "
             "(default: 1000, or 1 with --deterministic)",
             COUNT,
-            group=_WORKERS,
         ),
     ]
     order: Annotated[
         OrderWord,
-        Option(
+        _workers(
             "order of a round's messages: the clients that took longest first, or the order in which "
             "messages are sent (default: {default})",
             words(*get_args(OrderWord)),
             default="longest",
-            group=_WORKERS,
         ),
     ]
     ray_address: Annotated[
         str | None,
-        Option(
+        _workers(
             "handle messages on all hosts of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT (default: "
             "on this machine)",
             replace(TEXT, metavar="ADDRESS"),
-            group=_WORKERS,
         ),
     ]
     state_memory: Annotated[
         int | str,
-        Option(
+        _workers(
             "memory for the clients' states, such as 500MiB; the rest goes to files (default: {default})",
             SIZE,
             default="1GiB",
-            group=_WORKERS,
         ),
     ]
     keep_going: Annotated[bool, KEEP_GOING]
@@ -135,11 +127,10 @@ class SimulationOptions(CallOptions, total=False):
     resume: Annotated[str | Path | None, RESUME]
     progress: Annotated[
         bool,
-        Option(
+        _output(
             "show no bars and no summary",
             SWITCH,
             default=True,
-            group="output",
             in_code="show progress and a summary on stderr (default: {default})",
         ),
     ]
@@ -152,13 +143,12 @@ class SimulationOptions(CallOptions, total=False):
     ]
     client_output: Annotated[
         ClientOutputWord,
-        Option(
+        _output(
             f"which lines of clients are shown: the first {LINES_PER_ROUND} of each round, so that the "
             "rounds stay in sight; all; or none. All of them are in clients.log in the run's folder "
             "(default: {default}, but file with -q and all with --no-progress)",
             words(*get_args(ClientOutputWord)),
             default="auto",
-            group="output",
             in_code=f"lines of clients that are shown: auto, the first {LINES_PER_ROUND} of each round, or "
             "all without progress; all; or file, which shows none. All of them are in clients.log in the "
             "run's folder (default: {default})",
