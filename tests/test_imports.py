@@ -196,12 +196,12 @@ def modules_in_cycles(graph: dict[str, set[str]]) -> set[str]:
 def test_no_files_import_each_other_in_a_cycle() -> None:
     graph = {name: imports_for_cycles(name, tree_of(path)) for name, path in FILES.items()}
     assert modules_in_cycles(graph) == set()
-    tree = ast.parse("def function():\n    from flower_gpu.gpu import guard")
-    assert imports_for_cycles("flower_gpu.gpu.device_files", tree) == {"flower_gpu.gpu.guard"}
+    tree = ast.parse("def function():\n    from flower_gpu.gpu import device_files")
+    assert imports_for_cycles("flower_gpu.gpu.drivers", tree) == {"flower_gpu.gpu.device_files"}
     assert imports_for_cycles("flower_gpu.cli.main", tree) == set()
-    # The module guard imports device_files. So the import of guard by device_files completes a cycle.
-    graph["flower_gpu.gpu.device_files"] = {"flower_gpu.gpu.guard"}
-    assert modules_in_cycles(graph) == {"flower_gpu.gpu.device_files", "flower_gpu.gpu.guard"}
+    # The module device_files imports drivers. So the import of device_files by drivers completes a cycle.
+    graph["flower_gpu.gpu.drivers"] = {"flower_gpu.gpu.device_files"}
+    assert modules_in_cycles(graph) == {"flower_gpu.gpu.device_files", "flower_gpu.gpu.drivers"}
 
 
 #: Libraries that a single module may import although the rest of its room may not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from flower_gpu import frameworks
@@ -43,13 +43,19 @@ class LeasedGPUs(Grant):
         try:
             yield
         except Exception as error:
-            first, *more = str(error).splitlines() or [""]
-            if lease is not None and not own_process.is_inside() and frameworks.says_no_such_device(first):
-                count = len(lease.shares)
-                numbers = "the GPU of its lease, as cuda:0" if count == 1 else _numbers(count)
-                explained = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
-                error.args = ("\n".join([explained, *more]),)
+            if lease is not None and not own_process.is_inside():
+                # An app's own exception may have no text.
+                with suppress(Exception):
+                    _explain(error, len(lease.shares))
             raise
+
+
+def _explain(error: Exception, count: int) -> None:
+    first, *more = str(error).splitlines() or [""]
+    if frameworks.says_no_such_device(first):
+        numbers = "the GPU of its lease, as cuda:0" if count == 1 else _numbers(count)
+        explained = f"{first} (a worker sees only {numbers}; write torch.device('cuda'))"
+        error.args = ("\n".join([explained, *more]),)
 
 
 def _numbers(count: int) -> str:
