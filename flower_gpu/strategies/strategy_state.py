@@ -71,11 +71,7 @@ class StrategyState:
         The records read the strategy's own arrays: they hold until the next round.
         """
         try:
-            entries = [
-                (path, value)
-                for path, value in _written(self._strategy)
-                if value.is_large or value.text != self._first.get(path)
-            ]
+            entries = [(path, value.text, value.records()) for path, value in _written(self._strategy)]
         except TypeError as error:
             log(
                 WARNING,
@@ -83,11 +79,10 @@ class StrategyState:
                 error,
             )
             return None
-        records = RecordDict({_ATTRIBUTES: ConfigRecord({path: value.text for path, value in entries})})
-        for path, value in entries:
-            for name, record in value.records():
-                records[f"{path} {name}"] = record
-        return records
+        changed = [entry for entry in entries if entry[2] or entry[1] != self._first.get(entry[0])]
+        attributes = ConfigRecord({path: text for path, text, _ in changed})
+        records = {f"{path} {name}": record for path, _, more in changed for name, record in more.items()}
+        return RecordDict({_ATTRIBUTES: attributes, **records})
 
     def restore(self, state: RecordDict) -> None:
         """Restore the attributes of :meth:`changed`.
@@ -160,21 +155,19 @@ class _Written:
         self._records: list[_Record] = []
         self.text = json.dumps(self._described(value))
 
-    @property
-    def is_large(self) -> bool:
-        """Whether there is more than the text."""
-        return bool(self._arrays or self._records)
-
-    def records(self) -> Iterator[tuple[str, _Record]]:
-        """Yield the records, by name."""
+    def records(self) -> dict[str, _Record]:
+        """Return the arrays and records, by name; empty if there is no more than the text."""
+        records = {str(number): record for number, record in enumerate(self._records)}
         if self._arrays:
-            record = ArrayRecord()
-            for number, array in enumerate(self._arrays):
-                memory = array.reshape(-1).view(np.uint8).data
-                record[str(number)] = arrays._rebuild(array.dtype.str, array.shape, _RAW, Region(memory))
-            yield "arrays", record
-        for number, part in enumerate(self._records):
-            yield str(number), part
+            records["arrays"] = ArrayRecord(
+                {
+                    str(number): arrays._rebuild(
+                        array.dtype.str, array.shape, _RAW, Region(array.reshape(-1).view(np.uint8).data)
+                    )
+                    for number, array in enumerate(self._arrays)
+                }
+            )
+        return records
 
     def _described(self, value: Any) -> Any:
         """Return JSON's own values unchanged, and for others a list of a type's name and the content."""

@@ -44,6 +44,8 @@ from flower_gpu.trace import NO_REPLY
 _WAIT_S: Final = 0.25  # longest wait until the grid is polled for replies again
 _FILL_S: Final = 0.1  # interval between checks for free slots while the server evaluates
 _TEXT: Final = "under way"  # name of the record in a checkpoint that describes the other records
+# Fields of a message that are written with its content. Its limit begins anew when it is sent again.
+_SAVED: Final = ("node_id", "server_round", "number", "back_at")
 _NEWEST: Final = "newest"  # name in that record for the newest model, which the checkpoint has already
 # A SuperLink keeps messages and replies this long beyond their limit, because the ServerApp may be busy.
 _KEPT_S: Final = 3600.0
@@ -275,11 +277,8 @@ class UnderWay:
 
         sent = [
             {
-                "node_id": message.node_id,
+                **{name: getattr(message, name) for name in _SAVED},
                 "content": {key: name_of(record) for key, record in message.content.items()},
-                "server_round": message.server_round,
-                "number": message.number,
-                "back_at": message.back_at,
             }
             for message in self._sent.values()
         ]
