@@ -111,8 +111,9 @@ def applied(env: Mapping[str, str]) -> Iterator[None]:
     previous: list[tuple[Setting, Any]] = []
 
     def prepare(framework: Framework, is_new: bool) -> None:
-        if not is_new:
-            previous.extend((setting, setting.get()) for setting in _flags(framework))
+        for setting in () if is_new else framework.settings():
+            with suppress(RuntimeError, AttributeError, TypeError):
+                previous.append((setting, setting.get()))
         framework.be_deterministic()
 
     with restored_environment(env):
@@ -126,13 +127,6 @@ def applied(env: Mapping[str, str]) -> Iterator[None]:
                 with suppress(RuntimeError, AttributeError):
                     if setting.get() != value:
                         setting.set(value)
-
-
-def _flags(framework: Framework) -> Iterator[Setting]:
-    for setting in framework.settings():
-        with suppress(RuntimeError, AttributeError, TypeError):
-            setting.get()
-            yield setting
 
 
 #: Settings that must be the same when a deterministic run is resumed.

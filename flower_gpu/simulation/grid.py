@@ -418,10 +418,8 @@ class SimulationGrid(Grid):
     def _send(self, messages: Iterable[Message], pending: PendingMessages) -> Iterator[str]:
         """Put messages into a set for the dispatcher's threads. Yields the message ids."""
         self._sent += 1
-        durations = None if self._durations is None or self._durations.is_empty else self._durations
-        gather_s = 0.0 if durations is None else _GATHER_S
-        if pending.is_in_order:
-            durations, gather_s = None, math.inf
+        is_sorted = self._durations is not None and not self._durations.is_empty
+        gather_s = math.inf if pending.is_in_order else _GATHER_S if is_sorted else 0.0
         gathered: list[Message] = []
         since = time.monotonic()
         for message in messages:
@@ -430,9 +428,9 @@ class SimulationGrid(Grid):
             yield message.metadata.message_id
             del message
             if time.monotonic() - since >= gather_s:
-                self._push(gathered, pending, durations)
+                self._push(gathered, pending)
                 since = time.monotonic()
-        self._push(gathered, pending, durations)
+        self._push(gathered, pending)
 
     def _named(self, message: Message, pending: PendingMessages) -> Message:
         """Return the message with a new id, and record its set. A message that is pending is copied first.
@@ -457,13 +455,13 @@ class SimulationGrid(Grid):
         self._sets[message_id] = pending
         return message
 
-    def _push(self, messages: list[Message], pending: PendingMessages, durations: Durations | None) -> None:
+    def _push(self, messages: list[Message], pending: PendingMessages) -> None:
         """Put messages into a set, tell the dispatcher, and clear the list."""
         expected_s = [0.0] * len(messages)
-        if durations is not None:
-            partitions = (self._nodes.place_of(message.metadata.dst_node_id) for message in messages)
-            kinds = (message.metadata.message_type for message in messages)
-            expected_s = durations.expected_s(list(zip(kinds, partitions, strict=True)))
+        if self._durations is not None and not pending.is_in_order:
+            each = (message.metadata for message in messages)
+            calls = [(metadata.message_type, self._nodes.place_of(metadata.dst_node_id)) for metadata in each]
+            expected_s = self._durations.expected_s(calls)
         with self._changed:
             for message, seconds in zip(messages, expected_s, strict=True):
                 pending.push(message, seconds)

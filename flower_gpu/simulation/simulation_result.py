@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flwr.app import ArrayRecord, Context
 from flwr.common import Parameters
@@ -14,6 +14,9 @@ from flower_gpu.apps.folder import short
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.fields import metrics_text
 from flower_gpu.watch.folds.rounds import RoundPart
+
+# Columns of the table of metrics that every round has
+_COLUMNS: Final = ("round", "task", "messages", "failed", "seconds")
 
 
 class SimulationStoppedError(KeyboardInterrupt):
@@ -67,13 +70,7 @@ class SimulationResult:
         """
         rows = []
         for part in self.history:
-            row: dict[str, Any] = {
-                "round": part.round,
-                "task": part.task,
-                "messages": part.messages,
-                "failed": part.failed,
-                "seconds": part.seconds,
-            }
+            row = {name: getattr(part, name) for name in _COLUMNS}
             metrics = {
                 f"metrics.{name}" if name in row else name: value
                 for name, value in part.reported_metrics.items()

@@ -74,11 +74,10 @@ class RecordedGrid:
             # These are recorded when their replies are consumed.
             return list(self._grid.push_messages(messages))
         batch = _Batch(self._recorder)
-        phases: list[tuple[Phase, int]] = []
-        ids = list(self._grid.push_messages(batch.sent(messages, phases)))
+        ids = list(self._grid.push_messages(batch.sent(messages)))
         # Flower's own grid returns None for a message that it could not push (an empty string since flwr
         # 1.43). If the messages together are too large, it returns no ids at all.
-        for id_, (phase, node_id) in zip_longest(ids, phases):
+        for id_, (phase, node_id) in zip_longest(ids, batch.phases):
             if not id_:
                 self._recorder.missed(phase, node_id, "the message could not be sent")
                 continue
@@ -166,24 +165,19 @@ class _Batch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._count = 0
+        self.phases: list[tuple[Phase, int]] = []  # with the node, in the order of sending
         self._awaited: dict[tuple[int, str], list[Phase]] = {}
         self._lock = threading.Lock()  # the grid may read the messages in another thread
 
-    def sent(
-        self, messages: Iterable[Message], phases: list[tuple[Phase, int]] | None = None
-    ) -> Iterator[Message]:
+    def sent(self, messages: Iterable[Message]) -> Iterator[Message]:
         """Yield the messages, and record each when the grid reads it."""
         for message in messages:
             node_id, kind = message.metadata.dst_node_id, message.metadata.message_type
             phase = self._recorder.sent(message, self)
             self._recorder.check()
-            self._count += 1
-            if phases is None:
-                with self._lock:
-                    self._awaited.setdefault((node_id, kind), []).append(phase)
-            else:
-                phases.append((phase, node_id))
+            self.phases.append((phase, node_id))
+            with self._lock:
+                self._awaited.setdefault((node_id, kind), []).append(phase)
             yield message
             del message
 
@@ -202,7 +196,7 @@ class _Batch:
     def may_be_settled(self, phase: Phase) -> None:
         """Record that a reply has arrived, possibly the last of the batch."""
         # If an app sends to clients one by one, the number of messages is not known.
-        if self._count > 1:
+        if len(self.phases) > 1:
             self._recorder.may_be_settled(phase)
 
     def end(self, why: str) -> None:
