@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+#: Begins the last lines of a worker in the error of its call.
+LAST_LINES: Final = " The last lines it wrote:"
 #: Longest text of other code that is kept, in characters: of an exception, a traceback, or a line of a log.
 MOST_CHARACTERS: Final = 16_000
 

@@ -37,6 +37,7 @@ from flower_gpu.strategies.recording.recorded_grid import RecordedGrid
 from flower_gpu.strategies.recording.recorder import Recorder
 from flower_gpu.strategies.recording.strategies import recorded_rounds
 from flower_gpu.strategies.resuming.states import StateStore
+from flower_gpu.strategies.rounds import RoundState
 from flower_gpu.trace import Event
 
 RUN_ID = 5
@@ -217,7 +218,7 @@ def run_reported(
     nodes: VirtualNodes,
     *,
     facts: Mapping[str, Any] | None = None,
-    resumes: str | None = None,
+    resumes: RoundState | None = None,
 ) -> Report:
     """Run a ServerApp, and report it in a folder as a simulation does."""
     with pytest.MonkeyPatch.context() as patch:

@@ -110,7 +110,7 @@ class Failure:
     @property
     def text(self) -> str:
         """The shortened traceback, or the shortened error for a failure without a traceback."""
-        return shortened(self.traceback or self.what)
+        return shortened(LABEL.sub("", self.traceback) or self.what)
 
     @property
     def what(self) -> str:
@@ -154,7 +154,7 @@ class FailureLog:
         """The end of the sentence about the reason for ending a run: where to read the first failure."""
         if self._first is None:
             return "no reply gives a reason"
-        return f"the first {'traceback' if self._first.traceback else 'error'} is above"
+        return f"the first {'error' if _place(self._first.traceback) is None else 'traceback'} is above"
 
     def _write(self, failure: Failure) -> None:
         if self._path is None:

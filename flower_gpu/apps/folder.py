@@ -153,6 +153,18 @@ def _why_no_checkpoint(folder: RunFolder) -> str:
     return "it ended before its first round was finished"
 
 
+def check_rounds_left(finished: int, num_rounds: int | None) -> None:
+    """Raise ConfigError if an earlier run has finished more rounds than it is asked for now.
+
+    ``num_rounds``: the number that is asked for, or None if it is unknown.
+    """
+    if num_rounds is not None and num_rounds < finished:
+        raise ConfigError(
+            f"nothing is left to do: the run has finished {finished} rounds, and is asked for {num_rounds}. "
+            f"Ask for more than {finished} rounds, or start a new run without --resume"
+        )
+
+
 def check_same_app(earlier: Mapping[str, Any], name: str, app_path: Path | None, resume: object) -> None:
     """Raise ConfigError unless an earlier run, with settings ``earlier``, was a run of the app ``name``.
 

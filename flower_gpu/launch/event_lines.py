@@ -52,7 +52,10 @@ class EventLines:
         return f"{reason}; {self._shown.failures.pointer}" if reason else None
 
     def see(self, event: Event) -> None:
-        """Say what there is to say about an event of the trace. The history must have received it before."""
+        """Say the line about an event of the trace, if it needs one.
+
+        The history must have received the event before.
+        """
         match event.get("event"):
             case "strategy_started":
                 if event.get("resumes") is None and not self._has_strategy:

@@ -13,7 +13,13 @@ from flower_gpu import options as call_options
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, NUM_ROUNDS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.app_imports import mentions
 from flower_gpu.apps.dependencies import missing_packages_note
-from flower_gpu.apps.folder import RunFolder, check_log_dir, check_same_app, earlier_run
+from flower_gpu.apps.folder import (
+    RunFolder,
+    check_log_dir,
+    check_rounds_left,
+    check_same_app,
+    earlier_run,
+)
 from flower_gpu.calls.grants import guard
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.launch import gpu_check
@@ -114,7 +120,10 @@ def make_plan(options: LaunchOptions) -> Plan:
         from flower_gpu.strategies.resuming.states import StateStore
 
         # Read here, so that a damaged checkpoint is an error before any process has started.
-        Checkpoints(folder.checkpoint, StateStore()).read()
+        finished = Checkpoints(folder.checkpoint, StateStore()).read()
+        num_rounds = run_config.get(NUM_ROUNDS_KEY)
+        if finished is not None and _is_whole(num_rounds):
+            check_rounds_left(finished.server_round, num_rounds)
     takes_leases = mentions(app.path, app.clientapp.partition(":")[0], _LEASE_TAKERS)
     remarks = () if fast_start or takes_leases else (_without_leases(app, options),)
     gives_leases = fast_start and not takes_leases

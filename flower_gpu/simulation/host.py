@@ -17,7 +17,14 @@ from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.constant import ErrorCode
 
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import FlowerGPUError, InvalidResultError, RunEndedError, WorkerDiedError, shortened
+from flower_gpu.errors import (
+    LAST_LINES,
+    FlowerGPUError,
+    InvalidResultError,
+    RunEndedError,
+    WorkerDiedError,
+    shortened,
+)
 from flower_gpu.flower.arrays import size_bytes
 from flower_gpu.flower.records import records_in
 from flower_gpu.simulation.in_worker import AppReference
@@ -154,7 +161,7 @@ class CallError(Error):
     """An error in place of a reply's content, with the traceback of the failed call.
 
     ``code``, ``reason``: as for Flower's ``Error``.
-    ``traceback``: traceback in the worker, or empty.
+    ``traceback``: traceback in the worker, or what it wrote before it ended, or empty.
     ``ends_run``: exception that should end the run, or None.
     """
 
@@ -180,7 +187,12 @@ def failed(message: Message, error: BaseException) -> Message:
     """Return an error as the reply to a message."""
     text = shortened(str(error) or type(error).__name__)
     ends_run = error if isinstance(error, RunEndedError) else None
-    return Message(CallError(_code(error), text, traceback_of(error), ends_run), reply_to=message)
+    traceback = traceback_of(error)
+    if not traceback and LAST_LINES in text:
+        # Flower logs the reason, and the traceback is shown beside it. So the last lines of the worker, which
+        # may be a stack, are in one of them only.
+        text, traceback = text.partition(LAST_LINES)[0], text
+    return Message(CallError(_code(error), text, traceback, ends_run), reply_to=message)
 
 
 def expired(message: Message) -> Message:

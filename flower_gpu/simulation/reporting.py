@@ -12,7 +12,7 @@ from typing import Any, Final, TextIO
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED, Failure
-from flower_gpu.apps.folder import RunFolder, short
+from flower_gpu.apps.folder import RunFolder, check_rounds_left, short
 from flower_gpu.apps.recording import RecordedRun
 from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.printable import told_if_slow
@@ -23,6 +23,7 @@ from flower_gpu.strategies.model_file import model_sha256, write_model
 from flower_gpu.strategies.recording.recorder import NOT_PULLED, Recorder, finite, write_event
 from flower_gpu.strategies.recording.strategies import recorded_rounds
 from flower_gpu.strategies.resuming.states import disk_error
+from flower_gpu.strategies.rounds import RoundState
 from flower_gpu.strategies.strategy_state import RESUMABLE
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook
@@ -55,7 +56,7 @@ class Report:
     ``run``: the trace of the run in ``folder``, or None.
     ``output``: decides which lines of clients are shown.
     ``progress``: True if progress and the summary are shown.
-    ``resumes``: kind of strategy of the earlier run that is resumed, or None.
+    ``resumes``: last finished round of the earlier run that is resumed, or None.
     ``on_resume``: called as soon as it is clear that the run can resume.
     ``is_tracked``: True if trackers follow the trace, which then has all events.
     ``recorder``: records the rounds, and has the model.
@@ -71,7 +72,7 @@ class Report:
         output: ClientOutput,
         *,
         progress: bool = True,
-        resumes: str | None = None,
+        resumes: RoundState | None = None,
         on_resume: Callable[[], None] = lambda: None,
         is_tracked: bool = False,
     ) -> None:
@@ -117,18 +118,26 @@ class Report:
     def _resume(self, event: Event) -> None:
         """Continue the history of the trace so far. If the run cannot resume, its folder stays unchanged.
 
-        Raises ConfigError if the app has another strategy than before, or one that cannot be resumed.
+        Raises ConfigError if the app has another strategy than before, or one that cannot be resumed, or if
+        the earlier run has finished more rounds than are asked for.
         """
-        if event["event"] == "strategy_started" and event["resumes"] != self._resumes:
+        if event["event"] == "strategy_started":
             self.is_refused = True
-            if event["resumes"] is None:
-                raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
-            raise ConfigError(_OTHER_STRATEGY.format(event["resumes"], self._resumes))
+            self._check_resumes(event)
+            self.is_refused = False
         self._has_begun = True
         self._on_resume()
         assert self.folder is not None
         with told_if_slow(self.shown.say, f"reading {self.folder.trace.name} of the run"):
             self.shown.history.feed(trace.read(self.folder.trace))
+
+    def _check_resumes(self, started: Event) -> None:
+        assert self._resumes is not None
+        if started["resumes"] is None:
+            raise ConfigError(_CANNOT_RESUME.format(started["strategy"]))
+        if started["resumes"] != self._resumes.strategy:
+            raise ConfigError(_OTHER_STRATEGY.format(started["resumes"], self._resumes.strategy))
+        check_rounds_left(self._resumes.server_round, started["num_rounds"])
 
     def _keep(self, event: Event, folder: RunFolder) -> None:
         """Write an event into the trace, and extend the table of metrics before a new round.

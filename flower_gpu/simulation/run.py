@@ -216,7 +216,7 @@ class _Record:
             self._run,
             output,
             progress=plan.options["progress"],
-            resumes=None if self.state is None else self.state.strategy,
+            resumes=self.state,
             on_resume=begin_again,
             is_tracked=self._followers.is_on,
         )

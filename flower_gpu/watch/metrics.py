@@ -107,7 +107,11 @@ _ROWS: Final = (
     MetricRow("lease_wait_seconds", "histogram", "How long calls have waited for the leases they got."),
     MetricRow("cores_granted", "counter", "Leases on cores that calls on the CPU were granted."),
     MetricRow("cores_not_granted", "counter", "Requests for cores that ended without a lease."),
-    MetricRow("cores_wait_seconds", "histogram", "How long calls on the CPU have waited for their cores."),
+    MetricRow(
+        "cores_wait_seconds",
+        "histogram",
+        "How long calls on the CPU have waited for their cores and main memory.",
+    ),
     MetricRow("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
     MetricRow("rounds_finished", "counter", "Rounds that are finished."),
     MetricRow(

@@ -26,7 +26,7 @@ _MAX_ROUNDS: Final = 5  # for each reason
 _MAX_METRICS: Final = 8  # for each task
 _MAX_REASON_CHARACTERS: Final = 240
 _ELLIPSIS: Final = " ... "
-# Shorter waits for cores are not shown.
+# Shorter waits for cores and main memory are not shown.
 _MIN_SHOWN_WAIT_S: Final = 1.0
 #: Texts for the reaction to a call that ran out of GPU memory, by ``then`` in its event.
 THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
@@ -202,7 +202,7 @@ def result_lines(
         follows = ", ".join(f"{count} {THEN.get(then, then)}" for then, count in counts.items())
         rows.append(("memory", f"ran out {sum(counts.values())} times: {follows}"))
     if cores["waited_s"] >= _MIN_SHOWN_WAIT_S:
-        rows.append(("cores", _waits_text(cores)))
+        rows.append(("cores, memory", _waits_text(cores)))
     not_finite = result.get("not_finite") or {}
     for kind, metrics in result["metrics"].items():
         numbers = {name: float(text) for name, text in not_finite.get(kind, {}).items()}

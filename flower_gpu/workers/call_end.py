@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from flower_gpu import control_group
 from flower_gpu.errors import (
+    LAST_LINES,
     MOST_CHARACTERS,
     ConfigError,
     FlowerGPUError,
@@ -302,4 +303,4 @@ def _quoted(tail: Tail) -> str:
     text = str(tail)
     if not text:
         return " It wrote nothing."
-    return " The last lines it wrote:\n" + indent(text, "    ")
+    return f"{LAST_LINES}\n{indent(text, '    ')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import stat
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,8 @@ _TAIL_LINES = 30  # lines in an error message
 _TAIL_COLUMNS = 500
 _STACK_LINES = 15
 _STACK_HEADING = "(most recent call first):"  # end of faulthandler's headings
+# A traceback of Python has a comma before "in".
+_STACK_LINE = re.compile(rf'{re.escape(_STACK_HEADING)}$|  File ".*", line \d+ in ', re.MULTILINE)
 
 #: A function that gets the number of new lines of a worker, and returns the number of lines to show. Threads
 #: of several workers may call it at the same time.
@@ -121,7 +124,8 @@ def echo(
     A file, such as the log of a run, gets at most :data:`MOST_IN_A_FILE` from one stream of a call, because
     an endless loop of prints would fill the disk. A terminal or a pipe gets everything. With a ``name``, only
     whole lines are shown, and each begins with the name. All lines go into the run's folder; the caller's
-    stream gets the lines that ``admit_lines`` admits.
+    stream gets the lines that ``admit_lines`` admits, without the stacks of a worker that crashed or hangs.
+    The error of its call has these stacks.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     remember = tail.reader()
@@ -140,12 +144,16 @@ def echo(
         kept = text[:remaining] + _CUT * (0 < remaining < len(text))
         remaining = max(0, remaining - len(text))
         shown = kept if is_file else text
-        _write(target, shown if name is None else _first_lines(shown, admit_lines))
+        _write(target, shown if name is None else _first_lines(_without_stacks(shown), admit_lines))
         if folder and kept:
             with suppress(OSError), open(os.path.join(folder, LOG_NAME), "ab", buffering=0) as file:  # noqa: PTH118
                 file.write(kept.encode(errors="backslashreplace"))
 
     return on_data
+
+
+def _without_stacks(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not _STACK_LINE.search(line))
 
 
 def _first_lines(text: str, admit_lines: AdmitLines) -> str:

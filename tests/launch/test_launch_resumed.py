@@ -115,6 +115,7 @@ def test_the_folder_of_a_resumed_run_describes_a_single_run(resumed: tuple[Path,
     ("options", "words"),
     [
         (["--clients", "4"], "--clients 4: the run in .* has 3, and continues with them"),
+        (["--rounds", "3"], "nothing is left to do: the run has finished 4 rounds, and is asked for 3"),
         (["--resume", "nowhere"], "--resume nowhere: there is no such folder"),
         (["--resume", str(APP)], "it has no trace.jsonl of `flower-gpu launch`"),
     ],

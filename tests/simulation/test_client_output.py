@@ -56,6 +56,20 @@ def test_all_lines_are_shown_if_asked_for_or_if_no_rounds_are_shown(
     assert "not shown" not in done.output
 
 
+def test_the_stack_of_a_hung_client_is_shown_once(tmp_path: Path) -> None:
+    """The worker writes it into its output, from which it gets into the error."""
+    table = tmp_path / "clients.toml"
+    table.write_text("[1]\ntimeout-s = 8\n")
+    options = ("--clients-table", str(table), "--run-config", "hangs-on='1' num-server-rounds=1")
+    done = run("plain", 3, tmp_path / "runs", *options)
+    assert done.status == 0, done.output
+    assert done.output.count("(most recent call first)") == 1, done.output
+    for name in ("clients.log", "failures.log"):
+        assert (done.folder / name).read_text().count("(most recent call first)") == 1
+    (reason,) = done.summary["failures"]
+    assert "no result within timeout_s=8" in reason["reason"] and "recent call" not in reason["reason"]
+
+
 def test_lines_that_threads_write_at_the_same_time_are_counted_once() -> None:
     output = ClientOutput("auto")
     notices: list[int] = []

@@ -150,16 +150,29 @@ def test_a_completed_run_is_extended_killed_and_resumed_with_the_same_model(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "text"),
+    ("run_config", "text"),
     [
-        ("fedavg", "with flwr.serverapp.strategy.FedAvg: its checkpoint is one of flower_gpu.FedAvg. Give"),
-        ("derived", "with Derived, because its state is not known. Flower's own strategies"),
+        (
+            {"strategy": "fedavg"},
+            "this run cannot continue with flwr.serverapp.strategy.FedAvg: its checkpoint is one of "
+            "flower_gpu.FedAvg. Give",
+        ),
+        (
+            {"strategy": "derived"},
+            "this run cannot continue with Derived, because its state is not known. Flower's own strategies",
+        ),
+        (
+            {"num-server-rounds": 1},
+            "nothing is left to do: the run has finished 2 rounds, and is asked for 1. Ask for more than 2",
+        ),
     ],
 )
-def test_a_refused_resume_leaves_the_earlier_run_unchanged(strategy: str, text: str, folder: Path) -> None:
+def test_a_refused_resume_leaves_the_earlier_run_unchanged(
+    run_config: dict[str, object], text: str, folder: Path
+) -> None:
     original = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    with pytest.raises(ConfigError, match=re.escape(f"cannot continue {text}")):
-        simulate(APP, 4, run_config={"strategy": strategy}, resume=folder, progress=False)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        simulate(APP, 4, run_config=run_config, resume=folder, progress=False)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == original
 
 

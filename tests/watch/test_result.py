@@ -298,6 +298,10 @@ def test_leases_are_summed_up() -> None:
     cores = [event("cores_granted", 1.0, lease=f"c{waited_s}", waited_s=waited_s) for waited_s in (0.0, 8.0)]
     result = result_of_events([*EVENTS[:1], *LEASE_EVENTS, *cores])
     assert result["cores"] == {"count": 2, "waited_s": 8.0, "longest_wait_s": 8.0}
+    # A request is for cores and main memory together, and the trace does not tell which of them was short.
+    (line,) = [line for line in result_lines(result) if line.startswith("cores")]
+    assert line.split("  ")[0] == "cores, memory"
+    assert line.endswith("2, waited for 8.00 s in all, 8.00 s at most")
     assert result["leases"] == {
         "count": 3,
         "waited_s": 5.5,

@@ -1,4 +1,4 @@
-"""The folds of a history: each takes in the events of a trace, and sums up those of one topic.
+"""The folds of a history. Each takes in the events of a trace, and sums up one topic of the run.
 
     event ── run     start, end and pauses of the run, its settings and facts
           ├─ hosts   GPUs with their samples, and the hosts of a Ray cluster

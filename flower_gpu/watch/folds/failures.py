@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from flower_gpu.apps.failures import LABEL
-from flower_gpu.errors import shortened
+from flower_gpu.errors import LAST_LINES, shortened
 from flower_gpu.trace import Event
 from flower_gpu.watch.fields import first_line, whole_number
 from flower_gpu.watch.folds.limits import drop_oldest
@@ -21,9 +21,7 @@ _MAX_ERROR_CHARACTERS: Final = 1000
 _MAX_REPEATED_ROUNDS: Final = 100
 _OTHER_REASONS: Final = "other reasons"
 # Texts in errors that differ from worker to worker.
-_WORKER_DETAILS: Final = re.compile(
-    r" \(pid \d+\)| after \d+\.\d s(?=, before)| The last lines it wrote:.*", re.DOTALL
-)
+_WORKER_DETAILS: Final = re.compile(rf" \(pid \d+\)| after \d+\.\d s(?=, before)|{LAST_LINES}.*", re.DOTALL)
 
 
 def reason_of(error: str) -> str:

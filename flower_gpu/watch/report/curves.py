@@ -6,13 +6,13 @@ the page is wide, and one below the other on a telephone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.folds.rounds import RoundPart
+from flower_gpu.watch.report.ticks import ticks
 
 #: Maximum number of metrics that are drawn. The table of rounds has all metrics.
 MOST_CURVES: Final = 24
@@ -114,8 +114,8 @@ def _chart(name: str, by_task: dict[str, dict[int, float]], rounds: tuple[int, i
         path = "M" + "L".join(f"{at_x:.1f} {at_y:.1f}" for at_x, at_y in thinned(drawn))
         curves.append(Curve(task, path, drawn if len(drawn) <= _MAX_DOTS else ()))
     title = name if len(name) <= _TITLE_LETTERS else f"{name[: _TITLE_LETTERS - 1]}…"
-    x_ticks = [(x(number), str(number)) for number in round_ticks(first, last)]
-    y_ticks = [(y(value), f"{value:.4g}") for value in value_ticks(low, high)]
+    x_ticks = [(x(int(number)), f"{number:.0f}") for number in ticks(first, last, 6, least_step=1.0)]
+    y_ticks = [(y(value), f"{value:.4g}") for value in ticks(low, high, 5)]
     return Chart(title, x_ticks, y_ticks, curves)
 
 
@@ -138,29 +138,3 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         ]
         kept += sorted(dict.fromkeys(ends), key=lambda point: point[0])
     return kept
-
-
-def value_ticks(low: float, high: float) -> list[float]:
-    """Return a few round numbers from ``low`` to ``high``, or only ``low`` if the two are equal."""
-    span = high - low
-    if not 0 < span < math.inf:
-        return [low] if low == high else [low, high]
-    power = 10.0 ** math.floor(math.log10(span / 4))
-    step = next((size * power for size in (1, 2, 5) if size * power * 5 >= span), 10 * power)
-    # The two values can be too close for floats to represent steps between them.
-    if not step > 0 or not math.isfinite(low / step) or low + step == low:
-        return [low, high]
-    begin = math.ceil(low / step)
-    values = [number * step for number in range(begin, begin + 7)]
-    # Rounding may push the last value out of the range: in floating point, 3 * 0.1 is more than 0.3.
-    is_in = [value for value in values if value <= high or math.isclose(value, high, rel_tol=1e-12)]
-    return [min(max(value, low), high) for value in is_in] or [low, high]
-
-
-def round_ticks(first: int, last: int) -> list[int]:
-    """Return up to seven equidistant round numbers between ``first`` and ``last``."""
-    span = last - first
-    power = 10 ** max(0, len(str(span)) - 2)
-    step = next((size * power for size in (1, 2, 5, 10, 20, 50) if size * power * 6 >= span), 100 * power)
-    begin = -(-first // step) * step
-    return list(range(begin, last + 1, step)) or [first]

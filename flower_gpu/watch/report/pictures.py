@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,6 +22,7 @@ from flower_gpu.watch.folds.hosts import GPUInfo
 from flower_gpu.watch.folds.tally import HOST_LOST, OUT_OF_MEMORY
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallPhase, CallTry, RunClock
+from flower_gpu.watch.report.ticks import ticks
 from flower_gpu.watch.report.totals import HeldPart, leased_steps, steps
 
 #: Maximum number of GPUs that are drawn. The table has all GPUs.
@@ -118,7 +118,7 @@ class TimeAxis:
         self.length_s = max(clock.duration_s, 1e-3)
         limits = [("h", 3600.0), ("min", 60.0)]
         self.unit, unit_s = next((limit for limit in limits if self.length_s > 3 * limit[1]), ("s", 1.0))
-        self.ticks = [(self.x(tick * unit_s), f"{tick:g}") for tick in ticks(self.length_s / unit_s, 10)]
+        self.ticks = [(self.x(tick * unit_s), f"{tick:g}") for tick in ticks(0.0, self.length_s / unit_s, 10)]
         #: Position of the first call's begin. Before it the run starts up.
         self.work_x = self.x(tries[0].begin_s) if tries else 0.0
         self.pauses_x = [self.x(clock.seconds(begin)) for begin, _ in clock.pauses]
@@ -141,15 +141,6 @@ class TimeAxis:
         areas = np.concatenate([[0.0], np.cumsum(np.array(sums[:-1]) * np.diff(at_s))])
         means: list[float] = (np.diff(np.interp(edges, at_s, areas)) / np.diff(edges)).tolist()
         return means
-
-
-def ticks(highest: float, count: int) -> list[float]:
-    """Return about ``count`` round numbers from 0 to ``highest``."""
-    if not 0 < highest < math.inf:
-        return [0.0]
-    power = 10.0 ** math.floor(math.log10(highest / count))
-    step = next((size * power for size in (1, 2, 5) if size * power * count >= highest), 10 * power)
-    return [number * step for number in range(int(highest / step) + 1)]
 
 
 def memory_picture(
@@ -202,7 +193,7 @@ def _memory_panel(
     def y(nbytes: float) -> float:
         return panel.height * (1 - nbytes / top)
 
-    panel.ticks = [(y(tick * _GIB), f"{tick:g}") for tick in ticks(top / _GIB, 4)]
+    panel.ticks = [(y(tick * _GIB), f"{tick:g}") for tick in ticks(0.0, top / _GIB, 4)]
     panel.bars = _lease_bars(axis, holdings, kinds, y)
     if gpu.capacity_bytes:
         panel.lines["limit"] = f"M0 {y(gpu.capacity_bytes):.1f}H{WIDTH}"
@@ -327,7 +318,7 @@ def _counts_panel(title: str, axis: TimeAxis, parts: Mapping[str, Sequence[CallP
         if phase_parts
     }
     top = max(float(sum(means.values(), np.zeros(1)).max()), 1.0) * 1.04
-    whole = [tick for tick in ticks(top, 3) if tick == int(tick)]
+    whole = [tick for tick in ticks(0.0, top, 3) if tick == int(tick)]
     panel.ticks = [(panel.height * (1 - tick / top), f"{tick:g}") for tick in whole]
     floor = np.full(1, panel.height)
     for phase, counts in means.items():

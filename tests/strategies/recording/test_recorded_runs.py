@@ -8,12 +8,14 @@ import math
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_rounds import round_state
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
@@ -579,7 +581,7 @@ def test_a_resumed_run_goes_on_in_the_same_files(killed: bool, folder: RunFolder
         lines = folder.trace.read_bytes().splitlines(keepends=True)
         assert b'"run_finished"' in lines[-1]
         folder.trace.write_bytes(b"".join(lines[:-1]) + b'{"v": 1, "time": 1.0, "event": "round_fin')
-    result = run_into(folder, resume, resumes=OUR_FEDAVG)
+    result = run_into(folder, resume, resumes=replace(round_state(2), strategy=OUR_FEDAVG))
     assert [row["round"] for row in rows_of(folder)] == ["1", "2", "", "3", "4"]
     assert (result["messages"], result["failed"], result["rounds_finished"]) == (5 * CLIENTS, 5, 4)
     (reason,) = result["failures"]

@@ -20,10 +20,9 @@ from flower_gpu.watch.report.curves import (
     WIDTH,
     Chart,
     charts_of,
-    round_ticks,
     thinned,
-    value_ticks,
 )
+from flower_gpu.watch.report.ticks import ticks
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -106,7 +105,7 @@ def test_any_curve_lies_in_its_chart(values: list[tuple[int, float]]) -> None:
 @given(low=FLOATS, high=FLOATS)
 def test_value_ticks_are_few_and_in_the_range(low: float, high: float) -> None:
     low, high = sorted((low, high))
-    tick_values = value_ticks(low, high)
+    tick_values = ticks(low, high, 5)
     assert 1 <= len(tick_values) <= 7 and tick_values == sorted(tick_values)
     slack = (high / 2 - low / 2) * 1e-6
     assert low - slack <= tick_values[0] and tick_values[-1] <= high + slack
@@ -114,7 +113,7 @@ def test_value_ticks_are_few_and_in_the_range(low: float, high: float) -> None:
 
 @given(first=st.integers(0, 10**9), span=st.integers(0, 10**9))
 def test_round_ticks_are_few_and_equidistant(first: int, span: int) -> None:
-    tick_rounds = round_ticks(first, first + span)
+    tick_rounds = ticks(first, first + span, 6, least_step=1.0)
     assert 1 <= len(tick_rounds) <= 8 and first <= tick_rounds[0] and tick_rounds[-1] <= first + span
     assert len({following - previous for previous, following in pairwise(tick_rounds)}) <= 1
 

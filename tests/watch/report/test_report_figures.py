@@ -26,9 +26,9 @@ from flower_gpu.watch.report.pictures import (
     memory_picture,
     pack,
     stacked,
-    ticks,
     workers_picture,
 )
+from flower_gpu.watch.report.ticks import ticks
 from flower_gpu.watch.report.totals import HeldPart, Totals, holdings_of, leased_steps
 
 RUNS = st.builds(
@@ -306,7 +306,7 @@ def test_many_short_calls_are_drawn_as_counts_and_a_worker_counts_once() -> None
 @settings(max_examples=examples(40))
 @given(maximum=st.floats(1e-3, 1e12), count=st.integers(3, 12))
 def test_ticks_of_an_axis_are_few_round_numbers(maximum: float, count: int) -> None:
-    numbers = ticks(maximum, count)
+    numbers = ticks(0.0, maximum, count)
     assert numbers[0] == 0 and numbers[-1] <= maximum * (1 + 1e-9)
     assert 2 <= len(numbers) <= count + 1
 
