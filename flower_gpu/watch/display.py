@@ -41,6 +41,10 @@ _MIN_REPLIES: Final = 10  # replies needed to compute the pace of a round
 _MIN_WIDTHS: Final = (0, len(SERVER_EVALUATE), len("100/100 clients"), len("10.0 s"))
 
 
+# A bar: its label, the finished and the total number of items, and the text after it.
+_Row = tuple[str, int, int | None, str]
+
+
 class Display:
     """A display without progress, which only prints texts. The other displays derive from it."""
 
@@ -212,53 +216,40 @@ class _Bars(Display):
             with suppress(OSError, ValueError):
                 self._draw()
 
-    @property
-    def _done_rounds(self) -> int:
-        """Number of finished rounds.
+    def _rounds_row(self) -> _Row:
+        """Return the row of the bar for the rounds.
 
         A part may still follow in the last round, so this round counts only when the display is closed.
         """
-        rounds = self.history.rounds
-        done = rounds.latest_round if self._is_over else rounds.highest_round
-        return max(done, rounds.resumed_round or 0)
-
-    def _rounds_text(self) -> str:
-        """Return the text after the bar for the rounds."""
-        done, num_rounds = self._done_rounds, self.history.rounds.num_rounds
+        rounds, num_rounds = self.history.rounds, self.history.rounds.num_rounds
+        done = max(rounds.latest_round if self._is_over else rounds.highest_round, rounds.resumed_round or 0)
         is_over = num_rounds is not None and done >= num_rounds
         left_s = None if is_over else _rounds_left_s(self.history)
-        metrics = [
-            text for values in self.history.rounds.last_metrics.values() if (text := metrics_text(values))
-        ]
-        parts = [
+        metrics = [text for values in rounds.last_metrics.values() if (text := metrics_text(values))]
+        texts = [
             f"{done}/{num_rounds}" if num_rounds else str(done),
             duration_text(time.monotonic() - self._shown_at_s),
             "" if left_s is None else f"{duration_text(left_s)} left",
             *metrics[-1:],
         ]
-        return ", ".join(filter(None, parts))
+        return "rounds", done, num_rounds, ", ".join(filter(None, texts))
 
-    def _clients_label(self) -> str:
-        """Return the label before the bar for the clients of the open round."""
+    def _clients_row(self) -> _Row | None:
+        """Return the row of the bar for the clients of the open round, or None without an open round."""
         open_round = self.history.rounds.open_round
         if open_round is None:
-            return ""
-        return open_round.task if open_round.round is None else f"round {open_round.round} {open_round.task}"
-
-    def _clients_text(self) -> str:
-        """Return the text after the bar for the clients of the open round."""
-        open_round = self.history.rounds.open_round
-        if open_round is None:
-            return ""
-        parts = [
+            return None
+        texts = [
             f"{open_round.replies}/{'?' if open_round.messages is None else open_round.messages}",
             f"{open_round.failed} failed" if open_round.failed else "",
             *self.pace_texts(),
         ]
-        return ", ".join(filter(None, parts))
+        name = "" if open_round.round is None else f"round {open_round.round} "
+        label = f"{name}{open_round.task}"
+        return label, open_round.replies, open_round.messages, ", ".join(filter(None, texts))
 
-    def _worker_row(self) -> tuple[str, int, int | None] | None:
-        """Return the label and the progress of a running worker, or None if no worker is running."""
+    def _worker_row(self) -> _Row | None:
+        """Return the row with the progress of a running worker, or None if no worker is running."""
         running = self.history.calls.running
         if not running:
             return None
@@ -266,7 +257,7 @@ class _Bars(Display):
         more = f" (+{len(running) - 1} more)" if len(running) > 1 else ""
         desc, done, total = worker.progress
         label = call_label({"task": worker.task, "client": worker.client})
-        return f"  {label}{more} {desc}".rstrip(), done, total
+        return f"  {label}{more} {desc}".rstrip(), done, total, f"{done}/{total}" if total else "..."
 
 
 class TerminalBars(_Bars):
@@ -320,14 +311,10 @@ class TerminalBars(_Bars):
         from rich.table import Table
         from rich.text import Text
 
-        rows = [("rounds", self._done_rounds, self.history.rounds.num_rounds, self._rounds_text())]
+        rows = [self._rounds_row()]
         # A closed display keeps only the bar for the rounds.
         if self._above is not None:
-            if (current := self.history.rounds.open_round) is not None:
-                rows.append((self._clients_label(), current.replies, current.messages, self._clients_text()))
-            if (row := self._worker_row()) is not None:
-                label, done, total = row
-                rows.append((label, done, total, f"{done}/{total}" if total else "..."))
+            rows += filter(None, (self._clients_row(), self._worker_row()))
         # The bars start in the same column in each frame, although the labels and texts often change.
         width = self._console.width
         bar = max(8, width // 5)
@@ -353,12 +340,11 @@ class Notebook(_Bars):
     def _draw(self) -> None:
         if self._rounds is None:
             self._rounds = self._bar("rounds")
-        _set(self._rounds, self._done_rounds, self.history.rounds.num_rounds, self._rounds_text())
-        if (open_round := self.history.rounds.open_round) is not None:
+        _set(self._rounds, self._rounds_row())
+        if (row := self._clients_row()) is not None:
             # All rounds share a bar, because the file of a notebook keeps every bar that was ever created.
-            self._clients = self._clients or self._bar(self._clients_label(), leave=False)
-            self._clients.set_description_str(self._clients_label(), refresh=False)
-            _set(self._clients, open_round.replies, open_round.messages, self._clients_text())
+            self._clients = self._clients or self._bar(row[0], leave=False)
+            _set(self._clients, row)
 
     def close(self) -> None:
         """Keep the bar for the rounds, and remove the other bar."""
@@ -367,7 +353,7 @@ class Notebook(_Bars):
             if self._clients is not None:
                 self._clients.close()
             if self._rounds is not None:
-                _set(self._rounds, self._done_rounds, self.history.rounds.num_rounds, self._rounds_text())
+                _set(self._rounds, self._rounds_row())
                 self._rounds.close()
         self._clients = self._rounds = None
 
@@ -385,8 +371,9 @@ class Notebook(_Bars):
         )
 
 
-def _set(bar: tqdm[Any], done: int, total: int | None, text: str) -> None:
-    bar.total, bar.n = total, done
+def _set(bar: tqdm[Any], row: _Row) -> None:
+    label, bar.n, bar.total, text = row
+    bar.set_description_str(label, refresh=False)
     # The first part of the text is left out, because tqdm shows these numbers itself.
     bar.set_postfix_str(text.partition(", ")[2], refresh=False)
     bar.refresh()
