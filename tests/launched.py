@@ -20,7 +20,7 @@ import psutil
 from shared_servers import SHARED_STATE
 
 from flower_gpu import trace
-from flower_gpu.watch.folds.calls import WorkerSpan
+from flower_gpu.watch.folds.worker_span import WorkerSpan
 from flower_gpu.watch.history import History
 
 REPOSITORY = Path(__file__).parents[1]

@@ -150,32 +150,19 @@ def test_no_room_refers_to_a_higher_room(tmp_path: Path) -> None:
         assert not higher_rooms_used("flower_gpu.simulation.module", path), text
 
 
-def imports_for_cycles(name: str, tree: ast.AST) -> set[str]:
-    """Return the modules of this package that count as imported by a module, in the search for cycles.
+def modules_imported_by(name: str, tree: ast.AST) -> set[str]:
+    """Return the modules of this package that a module imports, also inside functions and for type checkers.
 
-    These are the imports at the top level, and imports inside functions from the module's own room. Imports
-    inside functions from other rooms do not count, because they run later. Imports for type checkers never
-    run.
+    The package itself does not count: it imports its public names when they are first used.
     """
-    in_functions = {id(node) for function in functions_of(tree) for node in ast.walk(function)}
-    for_types = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for node in ast.walk(block)
-    }
     modules = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+        if isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            for other in {full if full in FILES else str(node.module) for full in names} & {*FILES}:
-                if id(node) not in in_functions or room_of(other) == room_of(name):
-                    modules.add(other)
-    return modules - {name, "flower_gpu"}
-
-
-def functions_of(tree: ast.AST) -> list[ast.AST]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            modules |= {full if full in FILES else str(node.module) for full in names}
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    return modules & FILES.keys() - {name, "flower_gpu"}
 
 
 def modules_in_cycles(graph: dict[str, set[str]]) -> set[str]:
@@ -194,14 +181,16 @@ def modules_in_cycles(graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_files_import_each_other_in_a_cycle() -> None:
-    graph = {name: imports_for_cycles(name, tree_of(path)) for name, path in FILES.items()}
+    graph = {name: modules_imported_by(name, tree_of(path)) for name, path in FILES.items()}
     assert modules_in_cycles(graph) == set()
-    tree = ast.parse("def function():\n    from flower_gpu.gpu import device_files")
-    assert imports_for_cycles("flower_gpu.gpu.drivers", tree) == {"flower_gpu.gpu.device_files"}
-    assert imports_for_cycles("flower_gpu.cli.main", tree) == set()
-    # The module device_files imports drivers. So the import of device_files by drivers completes a cycle.
-    graph["flower_gpu.gpu.drivers"] = {"flower_gpu.gpu.device_files"}
-    assert modules_in_cycles(graph) == {"flower_gpu.gpu.device_files", "flower_gpu.gpu.drivers"}
+    for text in (
+        "from flower_gpu.gpu import device_files",
+        "def function():\n    import flower_gpu.gpu.device_files",
+        "if TYPE_CHECKING:\n    from flower_gpu.gpu.device_files import exclusive",
+    ):
+        # The module device_files imports drivers. So the import of device_files by drivers completes a cycle.
+        graph["flower_gpu.gpu.drivers"] = modules_imported_by("module", ast.parse(text))
+        assert modules_in_cycles(graph) == {"flower_gpu.gpu.device_files", "flower_gpu.gpu.drivers"}, text
 
 
 #: Libraries that a single module may import although the rest of its room may not.

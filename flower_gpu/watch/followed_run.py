@@ -30,9 +30,9 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import RunningRun, running_runs
-from flower_gpu.watch.folds.calls import WorkerSpan
 from flower_gpu.watch.folds.limits import drop_oldest
 from flower_gpu.watch.folds.tally import Tally
+from flower_gpu.watch.folds.worker_span import WorkerSpan
 from flower_gpu.watch.history import History
 
 # Number of finished runs with a history in memory. It is used if the run is resumed.

@@ -38,8 +38,8 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.printable import printable
-from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING
 from flower_gpu.watch.folds.tally import CONSEQUENCES, OTHER, OUTCOMES, Tally
+from flower_gpu.watch.folds.worker_span import EXITING, RUNNING, STARTING
 from flower_gpu.watch.followed_run import FollowedRun, FollowedRuns
 from flower_gpu.watch.host_look import Seen
 

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu.apps.failures import COMPLETED
 from flower_gpu.trace import SERVER_EVALUATE, SPELLED, Event
@@ -20,9 +20,7 @@ from flower_gpu.watch.folds.failures import FailureReasons
 from flower_gpu.watch.folds.limits import KEPT_ENTRIES, drop_oldest
 from flower_gpu.watch.folds.run import RunFold
 from flower_gpu.watch.folds.tally import Tally
-
-if TYPE_CHECKING:
-    from flower_gpu.watch.folds.calls import WorkerSpan
+from flower_gpu.watch.folds.worker_span import WorkerSpan
 
 _MAX_METRICS: Final = 1000  # for each evaluation
 _MAX_REPLY_TIMES: Final = 1000

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any, Final
 
 from flower_gpu.watch.fields import client_key
-from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING, WAITING, WorkerSpan
 from flower_gpu.watch.folds.leases import LeaseSpan
 from flower_gpu.watch.folds.tally import CANCELLED, HOST_LOST
+from flower_gpu.watch.folds.worker_span import EXITING, RUNNING, STARTING, WAITING, WorkerSpan
 from flower_gpu.watch.history import History
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)

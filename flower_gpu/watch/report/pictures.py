@@ -17,9 +17,9 @@ import numpy as np
 
 from flower_gpu.printable import duration_text, printable
 from flower_gpu.watch.fields import SERVER, call_label, client_key
-from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING, WAITING
 from flower_gpu.watch.folds.hosts import GPUInfo
 from flower_gpu.watch.folds.tally import HOST_LOST, OUT_OF_MEMORY
+from flower_gpu.watch.folds.worker_span import EXITING, RUNNING, STARTING, WAITING
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallPhase, CallTry, RunClock
 from flower_gpu.watch.report.ticks import ticks

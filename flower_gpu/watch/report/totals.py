@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Final
 
 from flower_gpu.watch.fields import SERVER
-from flower_gpu.watch.folds.calls import STARTING, WAITING
 from flower_gpu.watch.folds.failures import reason_of
 from flower_gpu.watch.folds.hosts import GPUInfo, GPUSample, HostSpan
+from flower_gpu.watch.folds.worker_span import STARTING, WAITING
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallTry, RunClock, highest_peak, processes
 

@@ -20,8 +20,8 @@ from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.options import RESERVE
 from flower_gpu.printable import account_name
 from flower_gpu.watch.fields import call_label
-from flower_gpu.watch.folds.calls import WorkerSpan
 from flower_gpu.watch.folds.leases import LeaseSpan
+from flower_gpu.watch.folds.worker_span import WorkerSpan
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.host_look import Seen, look_at_host

@@ -13,9 +13,9 @@ from properties import examples
 from report_traces import Event, Run, at, history_of, joined, lost
 
 from flower_gpu.watch.fields import client_key, metric_rank
-from flower_gpu.watch.folds.calls import EXITING, RUNNING, STARTING, WAITING
 from flower_gpu.watch.folds.hosts import GPUInfo
 from flower_gpu.watch.folds.tally import HOST_LOST
+from flower_gpu.watch.folds.worker_span import EXITING, RUNNING, STARTING, WAITING
 from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, RunClock, client_rows, tries_of
 from flower_gpu.watch.report.pictures import (
     COLOURS,
