@@ -42,14 +42,14 @@ def _dicts(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 records = st.one_of(
-    st.builds(lambda items: _array_record(items), _dicts(arrays)),
+    st.builds(lambda items: array_record(items), _dicts(arrays)),
     st.builds(MetricRecord, _dicts(_lists(ints, floats))),
     st.builds(ConfigRecord, _dicts(_lists(ints, floats, texts, st.binary(max_size=9), st.booleans()))),
 )
 record_dicts = st.builds(RecordDict, _dicts(records))
 
 
-def _array_record(items: dict[str, Array]) -> ArrayRecord:
+def array_record(items: dict[str, Array]) -> ArrayRecord:
     record = ArrayRecord()
     record.update(items)
     return record

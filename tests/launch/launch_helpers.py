@@ -11,6 +11,9 @@ from live_processes import processes_with
 from waiting import until
 
 from flower_gpu import trace
+from flower_gpu.cli import main as cli
+from flower_gpu.cli.launch import from_arguments
+from flower_gpu.launch.plan import Plan, make_plan
 
 COMMAND = ("-P", "-m", "flower_gpu.cli", "launch")
 TINY_APP = Path(__file__).parent / "tiny_app"
@@ -19,6 +22,12 @@ TIMEOUT_S = 240
 #: Plans command lines, or pairs of a line and extra environment variables.
 #: Returns a pair for each line: the remarks of its plan, and the reason if it is refused.
 PlanOn = Callable[..., list[tuple[list[str] | None, str | None]]]
+
+
+def plan_of(app: Path, *arguments: str) -> Plan:
+    """Return the plan of a command line. Each of the arguments may hold several words."""
+    words = [word for text in arguments for word in text.split()]
+    return make_plan(from_arguments(cli.build_parser().parse_args(["launch", str(app), *words])))
 
 
 @dataclass(frozen=True)

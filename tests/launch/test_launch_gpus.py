@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_helpers import PlanOn
+from launch_helpers import PlanOn, plan_of
 from nvml_stub import GIB, Host
 from run_programs import run
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.settings import call_settings
-from flower_gpu.cli import main as cli
-from flower_gpu.cli.launch import from_arguments
 from flower_gpu.launch.federation import client_environment, service_environment
-from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.run import remarks_at_end
 from flower_gpu.watch.history import History
 
@@ -154,11 +151,6 @@ def test_a_refused_plan_ends_the_launcher_with_2_and_leaves_nothing(tiny_app: Pa
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("flower-gpu launch: --gpu-memory 100GiB: ")
     assert not runs.exists()
-
-
-def plan_of(app: Path, line: str) -> Plan:
-    parsed = cli.build_parser().parse_args(["launch", str(app), *line.split()])
-    return make_plan(from_arguments(parsed))
 
 
 def gpu_variables(env: dict[str, str]) -> dict[str, str]:

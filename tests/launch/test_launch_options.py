@@ -10,14 +10,13 @@ import pytest
 from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
+from launch_helpers import plan_of
 from run_programs import run
 
 from flower_gpu.apps.app import flatten, format_pairs, parse_pairs
 from flower_gpu.cli import main as cli
-from flower_gpu.cli.launch import from_arguments
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.options import RUN_CONFIG
-from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.options import flag
 from flower_gpu.programs import commands
 
@@ -134,11 +133,6 @@ def test_missing_flower_commands_are_reported_in_one_line(
     code, _, err = run_main(["launch", str(tiny_app)], capsys)
     assert code == 2
     assert is_one_line_with(err, "flower-superlink not installed pip install flwr")
-
-
-def plan_of(app: Path, arguments: str) -> Plan:
-    parsed = cli.build_parser().parse_args(["launch", str(app), *arguments.split()])
-    return make_plan(from_arguments(parsed))
 
 
 def test_a_declared_package_that_is_missing_is_named_unless_flower_installs_it(

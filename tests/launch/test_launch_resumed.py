@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from how_to_pages import commands
-from launch_helpers import TIMEOUT_S, LaunchRun, processes_of
+from launch_helpers import TIMEOUT_S, LaunchRun, plan_of, processes_of
 from live_processes import processes_with
 from run_programs import run
 from scripted_app import APP
@@ -21,11 +21,8 @@ from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.apps.folder import in_use
-from flower_gpu.cli import main as cli
-from flower_gpu.cli.launch import from_arguments
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch import run as launch_run
-from flower_gpu.launch.plan import Plan, make_plan
 
 pytestmark = pytest.mark.timeout(900)  # three launches, one after the other
 
@@ -124,20 +121,20 @@ def test_a_run_that_cannot_be_resumed_is_refused(
     options: list[str], words: str, resumed: tuple[Path, Path, str]
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan(["--resume", str(resumed[0]), *options])
+        plan_of(APP, "--resume", str(resumed[0]), *options)
 
 
 def test_options_that_are_not_given_come_from_the_resumed_run(
     resumed: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     resume = ["--resume", str(resumed[0])]
-    new_plan = plan([*resume, "--run-config", "num-server-rounds=6", "--node-config", "new=2"])
+    new_plan = plan_of(APP, *resume, "--run-config", "num-server-rounds=6", "--node-config", "new=2")
     assert (new_plan.clients, new_plan.num_rounds, new_plan.run_config["strategy"]) == (3, 6, "ours")
     assert new_plan.node_config_of(1) == {"partition-id": 1, "num-partitions": 3, "kept": 1, "new": 2}
     damaged = Path(shutil.copytree(resumed[0], tmp_path / "damaged"))
     next((damaged / "checkpoint").glob("*.model")).write_bytes(b"short")
     with pytest.raises(ConfigError, match="model is damaged"):
-        plan(["--resume", str(damaged)])
+        plan_of(APP, "--resume", str(damaged))
 
 
 def test_a_run_that_another_process_has_resumed_is_left_alone(resumed: tuple[Path, Path, str]) -> None:
@@ -147,10 +144,6 @@ def test_a_run_that_another_process_has_resumed_is_left_alone(resumed: tuple[Pat
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as other,
     ):
         with pytest.raises(ConfigError, match="another process continues the run in"):
-            launch_run.launch(plan(["--resume", str(resumed[0])]).options)
+            launch_run.launch(plan_of(APP, "--resume", str(resumed[0])).options)
         assert other.poll() is None
         other.communicate(b"\n")
-
-
-def plan(options: list[str]) -> Plan:
-    return make_plan(from_arguments(cli.build_parser().parse_args(["launch", str(APP), *options])))

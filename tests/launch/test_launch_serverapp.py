@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.supervisor import Supervisor
 from flower_gpu.programs import client_order, serverapp
-from flower_gpu.strategies.recording.recorder import write_event
+from flower_gpu.strategies.recording.recorder import Recorder, write_event
 from flower_gpu.strategies.recording.strategies import recorded_rounds
 from flower_gpu.strategies.resuming.checkpoint import Checkpoints
 from flower_gpu.strategies.resuming.states import StateStore
@@ -70,6 +71,14 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@contextmanager
+def recorded(grid: FlowerGrid) -> Iterator[Recorder]:
+    """Record the messages of a grid in the trace."""
+    with recorded_rounds(write_event) as recorder:
+        serverapp.record(grid, recorder, serverapp.GridTime())
+        yield recorder
+
+
 def messages(*nodes: int, kind: str = "query", server_round: int = 1) -> list[Message]:
     config = {"config": ConfigRecord({"server-round": server_round})}
     return [Message(RecordDict(config), node, kind) for node in nodes]
@@ -82,8 +91,7 @@ def events_in(folder: Path, *names: str) -> list[list[Any]]:
 
 def test_each_reply_is_recorded_in_the_trace(tmp_path: Path) -> None:
     grid = FlowerGrid()
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid):
         replies = list(grid.send_and_receive(messages(1, 2, 9)))
     assert len(replies) == 3 and isinstance(grid, HttpGrid)
     lines = events_in(tmp_path, "round", "node", "error", "messages", "failed", "metrics")
@@ -100,8 +108,7 @@ def test_each_reply_is_recorded_in_the_trace(tmp_path: Path) -> None:
 
 def test_a_round_in_which_all_clients_fail_is_recorded_and_the_server_continues(tmp_path: Path) -> None:
     grid = FlowerGrid()
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid):
         for server_round in (1, 2):
             assert len(list(grid.send_and_receive(messages(9, 10, server_round=server_round)))) == 2
     assert [line for line in events_in(tmp_path, "reason") if line[0] == "all_failed"] == [
@@ -114,8 +121,7 @@ def test_a_message_without_a_reply_in_time_is_recorded_as_failed(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     grid = FlowerGrid(silent=(2,))
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid):
         assert len(list(grid.send_and_receive(messages(1, 2), timeout=2))) == 1
     replies = [line for line in events_in(tmp_path, "node", "error") if line[0] == "reply"]
     assert replies == [["reply", 1, None], ["reply", 2, "no reply within 2 s"]]
@@ -123,8 +129,7 @@ def test_a_message_without_a_reply_in_time_is_recorded_as_failed(
 
 def test_messages_that_flower_cannot_send_are_recorded_as_failed(tmp_path: Path) -> None:
     grid = FlowerGrid(largest=1)
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid):
         assert list(grid.send_and_receive(messages(1, 2), timeout=0.0)) == []
     replies = [line for line in events_in(tmp_path, "node", "error") if line[0] == "reply"]
     assert replies == [["reply", node, "the message could not be sent"] for node in (1, 2)]
@@ -133,8 +138,7 @@ def test_messages_that_flower_cannot_send_are_recorded_as_failed(tmp_path: Path)
 def test_messages_from_several_threads_are_recorded(tmp_path: Path) -> None:
     """Flower's older strategies send each message from a separate thread."""
     grid = FlowerGrid()
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid):
         threads = [
             threading.Thread(target=grid.send_and_receive, args=(messages(node, kind="train"),))
             for node in (1, 2, 3)
@@ -157,8 +161,7 @@ def test_nodes_and_replies_are_in_the_order_of_the_clients(
         (tmp_path / f"client-{client}.log").write_text(text)
     grid = FlowerGrid()
     grid.get_nodes = lambda: [NodeInfo(node_id=node) for node in (1, 2, 3)]  # type: ignore[method-assign]
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid) as recorder:
         serverapp.keep_rounds(grid, recorder, RunFolder(tmp_path))
         assert grid.get_node_ids() == [3, 1, 2]
         replies = list(grid.send_and_receive(messages(1, 2, 3)))
@@ -168,8 +171,7 @@ def test_nodes_and_replies_are_in_the_order_of_the_clients(
 
 def test_a_round_in_which_every_client_failed_has_no_checkpoint(tmp_path: Path) -> None:
     grid, folder = FlowerGrid(), RunFolder(tmp_path)
-    with recorded_rounds(write_event) as recorder:
-        serverapp.record(grid, recorder, serverapp.GridTime())
+    with recorded(grid) as recorder:
         serverapp.keep_rounds(grid, recorder, folder)
         assert isinstance(grid, ResumableGrid)
         grid.resumed()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
+from html_page import Page
 
 import flower_gpu
 from flower_gpu import ClientsFailedError, ConfigError, InvalidResultError, SimulationResult, simulate
@@ -157,32 +157,9 @@ def test_rounds_and_metrics(result: SimulationResult, monkeypatch: pytest.Monkey
     assert rows[1]["loss"] == 0.25 and "loss" not in rows[0]
 
 
-class Page(HTMLParser):
-    """Collects texts, and checks that every tag is closed."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag != "br":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: object) -> None: ...
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
 def test_a_notebook_shows_a_table(result: SimulationResult) -> None:
     html = result._repr_html_()
-    texts = Page(html).texts
+    texts = Page(html).words
     assert html.count("<tr>") == 1 + ROUNDS
     assert texts.index("accuracy") < texts.index("loss")
     assert "RuntimeError: no <data> here" in "".join(texts)
@@ -195,7 +172,7 @@ def test_the_table_shows_any_number_of_rounds(result: SimulationResult, rounds: 
         for number in range(rounds)
     ]
     html = result_html("an\x1bapp", result.summary, "", parts)
-    assert Page(html).texts[0] == "an?app"
+    assert Page(html).words[0] == "an?app"
     assert html.count("<tr>") == rows
     assert len(html) < 50_000
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties import examples
 from record_states import RecordStates
-from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
+from record_strategies import array_record, arrays, contents, filled, number_of, record_dicts, texts
 
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.strategies.resuming.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
@@ -32,12 +32,6 @@ Script = Callable[..., Any]
 
 metrics = st.builds(MetricRecord, st.dictionaries(texts, st.floats() | st.lists(st.integers()), max_size=3))
 by_round = st.dictionaries(st.integers(0, 50), metrics, max_size=3)
-
-
-def array_record(items: dict[str, Array]) -> ArrayRecord:
-    record = ArrayRecord()
-    record.update(items)
-    return record
 
 
 round_states = st.builds(

@@ -8,11 +8,11 @@ import re
 import tempfile
 import time
 import xml.etree.ElementTree
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from properties import examples
@@ -37,33 +37,8 @@ from flower_gpu.watch.top.view import Size, draw
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
 
 
-class Page(HTMLParser):
-    """A page in which each element must be closed in the right order."""
-
-    VOID = ("meta", "br")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.feed(self.text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
+class ReportPage(Page):
+    """A report, with its pictures and charts."""
 
     @property
     def pictures(self) -> list[xml.etree.ElementTree.Element]:
@@ -87,8 +62,8 @@ class Page(HTMLParser):
         return text in self.plain
 
 
-def page_of(folder: Path) -> Page:
-    return Page(report.write_report(folder).read_text(encoding="utf-8"))
+def page_of(folder: Path) -> ReportPage:
+    return ReportPage(report.write_report(folder).read_text(encoding="utf-8"))
 
 
 def texts_of(picture: xml.etree.ElementTree.Element) -> list[str]:
@@ -99,7 +74,7 @@ def classes_of(picture: xml.etree.ElementTree.Element) -> set[str]:
     return {word for element in picture.iter() for word in (element.get("class") or "").split()}
 
 
-def headings(page: Page) -> list[str]:
+def headings(page: ReportPage) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", page.text)
 
 
@@ -119,7 +94,7 @@ def test_a_page_is_complete_and_loads_no_other_file(
     write(tmp_path / "run", RICH.events())
     assert cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "mine.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
-    page = Page((tmp_path / "mine.html").read_text(encoding="utf-8"))
+    page = ReportPage((tmp_path / "mine.html").read_text(encoding="utf-8"))
     tables = ["Sums", "Failures", "GPUs", "Rounds", "Clients", "Run"]
     assert headings(page) == ["Metrics", "Workers", "GPU memory", *tables]
     assert page.text.index('class="chart"') < page.text.index('class="picture"')
@@ -186,7 +161,7 @@ def corrupted(value: Any, draw: random.Random, probability: float) -> Any:
 
 def check_sums(events: list[dict[str, Any]]) -> None:
     history = history_of(events)
-    page = Page(report.page(history, folder="f", is_going_on=False))
+    page = ReportPage(report.page(history, folder="f", is_going_on=False))
     assert page.text.endswith("</html>\n") and all(texts_of(call) for call in page.pictures)
     clock = RunClock.of(history)
     for call in tries_of(history, clock):
