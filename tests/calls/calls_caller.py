@@ -47,6 +47,11 @@ def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options
     return flower_gpu.run_in_worker(task, *args, **options)
 
 
+def follow(steps: list[Any], **options: Any) -> Any:
+    """Run a call with these steps of calls_tasks."""
+    return run("calls_tasks:follow", steps, **options)
+
+
 def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any:
     """Run one call in a confined worker. ``write``: folders that the worker can also write into."""
     import confined_calls
@@ -159,6 +164,7 @@ _COMMANDS = {
     function.__name__: function
     for function in (
         run,
+        follow,
         run_confined,
         run_in_threads,
         fit,

@@ -52,7 +52,7 @@ class Caller(Forked):
 
     def follow(self, *steps: list[Any], **options: Any) -> Any:
         """Run a call with these steps."""
-        return self("run", "calls_tasks:follow", steps, **options)
+        return self("follow", steps, **options)
 
     def fails(self, command: str, *arguments: Any, **options: Any) -> CallError:
         """Send a command that must fail, and return its error."""

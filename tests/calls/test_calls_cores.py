@@ -31,7 +31,7 @@ WITHOUT_GPU = {"gpu": "never", "start_method": "fork"}
 
 def test_only_calls_that_request_cores_wait_for_them(calls_host: CallsHost) -> None:
     first, second, without_cores = (calls_host.start() for _ in range(3))
-    first.send("run", "calls_tasks:follow", [calls_host.wait("end")], num_cpus=ALL, **WITHOUT_GPU)
+    first.send("follow", [calls_host.wait("end")], num_cpus=ALL, **WITHOUT_GPU)
     calls_host.until(lambda state: state["holders"])
     assert without_cores("run", "calls_tasks:seen", **WITHOUT_GPU)["FLOWER_GPU_LEASE"] == ""
     second.send("run", "calls_tasks:seen", num_cpus=0.5, **WITHOUT_GPU)
@@ -81,9 +81,9 @@ def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
     reserve = 2 * control_group.host_memory()[1]
     callers = [calls_host.start(FLOWER_GPU_HOST_RESERVE=str(reserve)) for _ in range(4)]
     steps: list[Any] = [["fill", 300, 0.5]]
-    callers[0]("run", "calls_tasks:follow", steps, num_cpus=ALL / 16, **WITHOUT_GPU)
+    callers[0]("follow", steps, num_cpus=ALL / 16, **WITHOUT_GPU)
     for caller in callers[1:]:
-        caller.send("run", "calls_tasks:follow", steps, num_cpus=ALL / 16, **WITHOUT_GPU)
+        caller.send("follow", steps, num_cpus=ALL / 16, **WITHOUT_GPU)
     for caller in callers[1:]:
         caller.answer()
     held: set[str] = set()
@@ -105,7 +105,7 @@ def test_mapped_files_do_not_count_as_memory_of_a_call(
     with (data := tmp_path / "data").open("wb") as file:
         file.truncate(300 << 20)
     steps: list[Any] = [["map", str(data)], ["fill", 100, 0.0]]
-    calls_host.start()("run", "calls_tasks:follow", steps, gpu="never", start_method=method)
+    calls_host.start()("follow", steps, gpu="never", start_method=method)
     [finished] = calls_host.trace("worker_finished")
     assert 90 << 20 <= finished["memory_bytes"] <= 250 << 20
 

@@ -16,14 +16,8 @@ from waiting import until
 @pytest.mark.parametrize("method", [*METHODS, "spawn", "in-process"])
 def test_a_worker_sees_its_lease_and_holds_it_while_it_lives(calls_host: CallsHost, method: str) -> None:
     caller = calls_host.start()
-    caller.send(
-        "run",
-        "calls_tasks:follow",
-        [calls_host.announce("here"), calls_host.wait("go")],
-        start_method=method,
-        gpu_memory="4GiB",
-        name="7",
-    )
+    steps = [calls_host.announce("here"), calls_host.wait("go")]
+    caller.send("follow", steps, start_method=method, gpu_memory="4GiB", name="7")
     pid = calls_host.wait_until_reached("here")
     [holder] = calls_host.holders()
     assert holder["pid"] == caller.pid
@@ -37,11 +31,8 @@ def test_a_worker_sees_its_lease_and_holds_it_while_it_lives(calls_host: CallsHo
     assert result["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
     lease = json.loads(result["FLOWER_GPU_LEASE"])
     [share] = lease["shares"]
-    assert (share["uuid"], share["memory_bytes"], share["total_bytes"]) == (
-        calls_host.uuid,
-        4 * GIB,
-        16 * GIB,
-    )
+    expected = {"uuid": calls_host.uuid, "memory_bytes": 4 * GIB, "total_bytes": 16 * GIB}
+    assert expected.items() <= share.items()
     assert share["cap_bytes"] == 4 * GIB - (512 << 20)
     assert result["PYTORCH_ALLOC_CONF"] == with_cap("0.218750000000")
     assert calls_host.events() == ["lease_granted", "worker_started", "worker_finished", "lease_released"]
@@ -60,7 +51,7 @@ def test_a_killed_caller_frees_its_lease(calls_host: CallsHost, method: str) -> 
         calls_host.announce("here"),
         calls_host.wait("never"),
     ]
-    caller.send("run", "calls_tasks:follow", steps, start_method=method)
+    caller.send("follow", steps, start_method=method)
     pids = [calls_host.wait_until_reached("here"), calls_host.wait_until_reached("child")]
     assert len(calls_host.holders()) == 1
     caller.kill()
@@ -80,7 +71,7 @@ def test_a_killed_worker_frees_its_lease(calls_host: CallsHost, method: str) -> 
         calls_host.announce("here"),
         calls_host.wait("never"),
     ]
-    caller.send("run", "calls_tasks:follow", steps, start_method=method, gpu_memory="2GiB")
+    caller.send("follow", steps, start_method=method, gpu_memory="2GiB")
     pids = [calls_host.wait_until_reached(name) for name in ("here", "child", "exec")]
     os.kill(pids[0], signal.SIGKILL)
     error = caller.failure()
@@ -98,11 +89,9 @@ def test_a_killed_worker_frees_its_lease(calls_host: CallsHost, method: str) -> 
 def test_the_timeout_of_a_call_starts_with_its_lease(calls_host: CallsHost) -> None:
     first, second = calls_host.start(), calls_host.start()
     steps = [calls_host.announce("here"), calls_host.wait("go")]
-    first.send("run", "calls_tasks:follow", steps, gpu_memory="10GiB", start_method="fork")
+    first.send("follow", steps, gpu_memory="10GiB", start_method="fork")
     calls_host.wait_until_reached("here")
-    second.send(
-        "run", "calls_tasks:follow", [["sleep", 0.5]], gpu_memory="10GiB", start_method="fork", timeout_s=8
-    )
+    second.send("follow", [["sleep", 0.5]], gpu_memory="10GiB", start_method="fork", timeout_s=8)
     calls_host.until_waiting(second)
     waiting = calls_host.start()
     # This wait is longer than the timeout_s of the second call.
@@ -117,7 +106,7 @@ def test_the_timeout_of_a_call_starts_with_its_lease(calls_host: CallsHost) -> N
 def test_a_lease_timeout_names_the_holder(calls_host: CallsHost) -> None:
     first, second = calls_host.start(), calls_host.start()
     steps = [calls_host.announce("here"), calls_host.wait("go")]
-    first.send("run", "calls_tasks:follow", steps, gpu_memory="10GiB", name="4", start_method="fork")
+    first.send("follow", steps, gpu_memory="10GiB", name="4", start_method="fork")
     calls_host.wait_until_reached("here")
     error = second.fails(
         "run", "calls_tasks:seen", gpu_memory="8GiB", name="5", lease_timeout_s=0.3, start_method="fork"
@@ -190,7 +179,7 @@ def test_placement_follows_the_environment(calls_host: CallsHost, placement: str
     steps = [calls_host.wait("go")]
     callers = [calls_host.start(FLOWER_GPU_PLACEMENT=placement, FLOWER_GPU_MEMORY="4GiB") for _ in range(2)]
     for number, caller in enumerate(callers, start=1):
-        caller.send("run", "calls_tasks:follow", steps, start_method="fork")
+        caller.send("follow", steps, start_method="fork")
         calls_host.until(lambda state, number=number: len(state["holders"]) == number)
     assert len({uuid for holder in calls_host.holders() for uuid in holder["parts"]}) == gpus
     calls_host.go("go")
@@ -219,9 +208,7 @@ def test_variables_set_by_a_module_or_task_change_nothing(
 def test_a_call_gets_only_gpus_visible_in_its_environment(calls_host: CallsHost) -> None:
     other = calls_host.add_gpu()
     first, caller = calls_host.start(), calls_host.start()
-    first.send(
-        "run", "calls_tasks:follow", [calls_host.wait("go")], num_gpus=1, env={"CUDA_VISIBLE_DEVICES": "1"}
-    )
+    first.send("follow", [calls_host.wait("go")], num_gpus=1, env={"CUDA_VISIBLE_DEVICES": "1"})
     calls_host.until(lambda state: [list(holder["parts"]) for holder in state["holders"]] == [[other]])
     error = caller.fails(
         "run", "calls_tasks:seen", num_gpus=1, env={"CUDA_VISIBLE_DEVICES": "1"}, lease_timeout_s=0.2

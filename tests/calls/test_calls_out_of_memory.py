@@ -20,14 +20,7 @@ def test_a_call_that_needs_more_than_its_lease_gets_a_larger_one(calls_host: Cal
     """The second attempt gets unchanged arguments, although the first one has modified them in place."""
     caller = calls_host.start()
     steps = [["check"], ["allocate", 2.0], ["modify"], ["allocate", 3.0], ["check"]]
-    result = caller(
-        "run",
-        "calls_tasks:follow",
-        steps,
-        weights=[[4], [2, 2]],
-        start_method="forkserver",
-        gpu_memory="4GiB",
-    )
+    result = caller("follow", steps, weights=[[4], [2, 2]], start_method="forkserver", gpu_memory="4GiB")
     assert result["answers"][0] == [0.0, 0.0] and result["answers"][-1] == [1.0, 1.0]
     # The new lease is the old one plus one and a half times the request that failed.
     assert calls_host.granted() == [4.0, 8.5]
@@ -60,9 +53,7 @@ def test_a_call_that_keeps_growing_finally_gets_a_whole_gpu(calls_host: CallsHos
     assert calls_host.granted() == [1.0, 2.0, 4.0, 0.0]
     assert [event["then"] for event in calls_host.trace("out_of_memory")] == ["again"] * 3
     assert [event["alone"] for event in calls_host.trace("lease_granted")] == [False] * 3 + [True]
-    error = caller.fails(
-        "run", "calls_tasks:follow", [["allocate", 20.0]], gpu_memory="4GiB", start_method="fork"
-    )
+    error = caller.fails("follow", [["allocate", 20.0]], gpu_memory="4GiB", start_method="fork")
     assert error.name == "GPUOutOfMemoryError" and "in 2 tries" in error.text
     # A request beyond the size of the GPU is not tried a third time.
     assert calls_host.granted()[4:] == [4.0, 0.0]
@@ -90,7 +81,7 @@ def test_a_gpu_that_stays_full_ends_the_wait(calls_host: CallsHost, on_oom: str)
     caller = calls_host.start()
     steps = [["allocate", 1.0], calls_host.announce("here"), calls_host.wait("go"), ["allocate", 2.0]]
     options = {"gpu_memory": "4GiB", "start_method": "fork", "lease_timeout_s": 0.5, "on_oom": on_oom}
-    caller.send("run", "calls_tasks:follow", steps, **options)
+    caller.send("follow", steps, **options)
     calls_host.wait_until_reached("here")
     calls_host.stub.program(0, 13 * GIB)
     calls_host.go("go")
@@ -108,11 +99,11 @@ def test_a_gpu_that_stays_full_ends_the_wait(calls_host: CallsHost, on_oom: str)
 def test_fail_raises_at_once_with_the_numbers(calls_host: CallsHost) -> None:
     other, caller = calls_host.start(), calls_host.start()
     holding = {"gpu_memory": "2GiB", "start_method": "fork", "name": "o"}
-    other.send("run", "calls_tasks:follow", [calls_host.wait("done")], **holding)
+    other.send("follow", [calls_host.wait("done")], **holding)
     calls_host.until(lambda state: state["holders"])
     calls_host.stub.program(0, GIB, name="/usr/bin/desktop")
     failing = {"gpu_memory": "4GiB", "on_oom": "fail", "start_method": "forkserver", "name": "6"}
-    error = caller.fails("run", "calls_tasks:follow", TOO_MUCH, **failing)
+    error = caller.fails("follow", TOO_MUCH, **failing)
     calls_host.go("done")
     other.answer()
     assert error.name == "GPUOutOfMemoryError"
@@ -136,7 +127,7 @@ def test_fail_raises_at_once_with_the_numbers(calls_host: CallsHost) -> None:
 def test_the_last_attempt_can_run_on_the_cpu(calls_host: CallsHost) -> None:
     caller = calls_host.start(FLOWER_GPU_ON_OOM="cpu")
     steps = [["check"], ["modify"], ["allocate", 20.0], ["check"]]
-    result = caller("run", "calls_tasks:follow", steps, weights=[[4]], gpu_memory="4GiB", start_method="fork")
+    result = caller("follow", steps, weights=[[4]], gpu_memory="4GiB", start_method="fork")
     assert result["answers"] == [[0.0], None, "on the CPU", [1.0]]
     assert (result["CUDA_VISIBLE_DEVICES"], result["FLOWER_GPU_LEASE"]) == ("", "")
     assert [event["then"] for event in calls_host.trace("out_of_memory")] == ["again", "on the CPU"]
@@ -147,7 +138,7 @@ def test_the_last_attempt_can_run_on_the_cpu(calls_host: CallsHost) -> None:
 
 def test_a_node_that_requires_a_gpu_runs_no_call_on_the_cpu(calls_host: CallsHost) -> None:
     error = calls_host.start().fails(
-        "run", "calls_tasks:follow", [["allocate", 20.0]], gpu="require", on_oom="cpu", start_method="fork"
+        "follow", [["allocate", 20.0]], gpu="require", on_oom="cpu", start_method="fork"
     )
     assert error.name == "GPUOutOfMemoryError"
     assert [event["then"] for event in calls_host.trace("out_of_memory")] == ["failed"]
@@ -156,7 +147,7 @@ def test_a_node_that_requires_a_gpu_runs_no_call_on_the_cpu(calls_host: CallsHos
 def test_an_in_process_call_has_one_attempt(calls_host: CallsHost) -> None:
     """The process does not free its memory, so another attempt would fail as well."""
     error = calls_host.start().fails(
-        "run", "calls_tasks:follow", TOO_MUCH, gpu_memory="4GiB", on_oom="cpu", start_method="in-process"
+        "follow", TOO_MUCH, gpu_memory="4GiB", on_oom="cpu", start_method="in-process"
     )
     assert error.name == "GPUOutOfMemoryError" and "it took more than its lease" in error.text
     assert error.causes[0][0] == "RuntimeError"
@@ -167,7 +158,7 @@ def test_an_in_process_call_has_one_attempt(calls_host: CallsHost) -> None:
 
 def test_other_errors_are_passed_through(calls_host: CallsHost) -> None:
     steps = [["allocate", 1.0], ["fail", "MemoryError", "no memory of that"]]
-    error = calls_host.start().fails("run", "calls_tasks:follow", steps, gpu_memory="4GiB")
+    error = calls_host.start().fails("follow", steps, gpu_memory="4GiB")
     assert (error.name, error.text) == ("MemoryError", "no memory of that")
     [(name, text)] = error.causes
     assert name == "WorkerTraceback" and "calls_tasks.py" in text and "in _fail" in text
