@@ -30,10 +30,8 @@ def host(folder: Path, gpus: int = 1) -> Host:
     from nvml_stub import Host
 
     made = Host(folder / "stub", gpus=gpus, total=16 * GIB)
-    ledger = folder / "ledger"
-    ledger.mkdir()
     path = filter(None, [_TESTS, os.environ.get("PYTHONPATH")])
-    made.env |= {"FLOWER_GPU_LEDGER_DIR": str(ledger), "PYTHONPATH": os.pathsep.join(path)}
+    made.env["PYTHONPATH"] = os.pathsep.join(path)
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import cuda_stub
 import host_tasks
 import pytest
-from driver_cap_host import CALLER, SPAWNED, Host, host_in_group
+from capped_calls import CALLER, SPAWNED, CallsInGroup, calls_in_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB, NO_PERMISSION
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
-def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[Host]:
-    with host_in_group(cuda_host(gpus=1, driver="615.20.01"), tmp_path) as host:
+def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[CallsInGroup]:
+    with calls_in_group(cuda_host(gpus=1, driver="615.20.01"), tmp_path) as host:
         yield host
 
 
-def test_direct_allocations_are_limited_to_the_lease(host: Host) -> None:
+def test_direct_allocations_are_limited_to_the_lease(host: CallsInGroup) -> None:
     """The cap also holds for code that catches CUDA's error and then asks for less."""
     capped, enough = host.calls(
         ("allocate", [2 * GIB, GIB, 256 * MIB], SPAWNED),
@@ -48,7 +48,7 @@ def test_direct_allocations_are_limited_to_the_lease(host: Host) -> None:
     assert [event["cap"] for event in host.events("worker_started")][2:] == ["allocator"]
 
 
-def test_the_footprint_is_the_use_of_the_control_group(host: Host) -> None:
+def test_the_footprint_is_the_use_of_the_control_group(host: CallsInGroup) -> None:
     """The code has no footprint yet, and the driver lists no process."""
     host.gpus.set(0, unlisted=1)
     [group] = host.calls(("allocate_and_wait", [5 * GIB, 1.0], SPAWNED | {"gpu_memory": "6GiB"}))
@@ -58,14 +58,14 @@ def test_the_footprint_is_the_use_of_the_control_group(host: Host) -> None:
     assert gpu["told_by_driver"] and 5 * GIB <= gpu["peak_bytes"] <= 6 * GIB
 
 
-def test_a_call_that_reaches_its_cap_is_retried_with_more(host: Host) -> None:
+def test_a_call_that_reaches_its_cap_is_retried_with_more(host: CallsInGroup) -> None:
     [result] = host.calls(("fail_beyond", [4 * GIB], SPAWNED | {"on_oom": "retry"}))
     assert result is None, result
     sizes = [event["gpus"][0]["memory_bytes"] for event in host.events("lease_granted")]
     assert len(sizes) == 2 and sizes[0] == 3 * GIB < sizes[1]
 
 
-def test_without_the_drivers_cap_calls_run_unless_it_is_required(host: Host) -> None:
+def test_without_the_drivers_cap_calls_run_unless_it_is_required(host: CallsInGroup) -> None:
     """By default, the caps of the frameworks remain. A call that requires the driver's cap fails."""
     host.gpus.fail("nvmlDeviceSetMemoryLimits_v1", NO_PERMISSION)
     assert host.calls(("allocate", [GIB], SPAWNED)) == [[0]]
@@ -80,7 +80,7 @@ def test_without_the_drivers_cap_calls_run_unless_it_is_required(host: Host) -> 
     assert "GPU cap: by the driver" in output
 
 
-def test_groups_of_dead_workers_and_callers_are_removed(host: Host) -> None:
+def test_groups_of_dead_workers_and_callers_are_removed(host: CallsInGroup) -> None:
     [died] = host.calls(("kill_itself", [], SPAWNED))
     assert died[0] == "WorkerDiedError" and host.remaining_groups() == []
     script = [sys.executable, "-c", CALLER, str(Path(__file__).parent)]
@@ -100,7 +100,7 @@ def test_groups_of_dead_workers_and_callers_are_removed(host: Host) -> None:
     assert (host.remaining_groups(), host.reserved()) == ([], 0)
 
 
-def test_a_limit_set_by_another_program_bounds_all_leases(host: Host) -> None:
+def test_a_limit_set_by_another_program_bounds_all_leases(host: CallsInGroup) -> None:
     """Kubernetes or Slurm may have set the limit. The ledger then leases the limit and not the whole GPU."""
     code = f"""
 from pathlib import Path
@@ -159,7 +159,7 @@ driver_cap.remove_stale()
     max_examples=examples(6),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-def test_a_kill_at_any_step_leaves_no_group(host: Host, last_steps: list[str]) -> None:
+def test_a_kill_at_any_step_leaves_no_group(host: CallsInGroup, last_steps: list[str]) -> None:
     uuid = host.gpus.uuids[0]
     workers = []
     for last_step in last_steps:

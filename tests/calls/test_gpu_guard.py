@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guard_host import CONFINED, METHODS
+from guard_calls import CONFINED, METHODS
 from nvml_stub import Host
 from run_programs import run, run_python
 
@@ -97,7 +97,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name in ("dev", "files"):
         (folder / name).mkdir(mode=0o700)
     env = {**Host(folder / "host", gpus=2).env, **guard_env(folder)}
-    script = [sys.executable, str(Path(__file__).with_name("guard_host.py")), str(folder / "files"), *FILES]
+    script = [sys.executable, str(Path(__file__).with_name("guard_calls.py")), str(folder / "files"), *FILES]
     result: dict[str, Any] = run_with_own_mounts(["sh", "-c", DEV, "sh", str(folder), *script], env)
     return result
 
@@ -172,7 +172,7 @@ print(json.dumps({**result, "servers": [str(server) for server in control.status
 def test_a_dead_disk_does_not_block_workers(tmp_path: Path) -> None:
     """The disk is mounted directly below the root folder, and no app has requested it."""
     device = tmp_path / "dev" / "nvidia9"
-    program = Path(__file__).with_name("dead_disk_host.py")
+    program = Path(__file__).with_name("dead_disk_calls.py")
     report = run_with_own_mounts([sys.executable, str(program), str(device)], guard_env(tmp_path, device))
     if "skip" in report:
         pytest.skip(report["skip"])

@@ -26,7 +26,7 @@ from typing import Any
 
 import cuda_stub
 import pytest
-from driver_cap_host import Host, host_in_group
+from capped_calls import CallsInGroup, calls_in_group
 
 from flower_gpu.calls import grants
 from flower_gpu.calls.grants import guard
@@ -48,8 +48,8 @@ ALL_SMS = 132
 
 
 @pytest.fixture
-def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[Host]:
-    with host_in_group(cuda_host(gpus=2, driver="615.20.01"), tmp_path) as host:
+def host(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> Iterator[CallsInGroup]:
+    with calls_in_group(cuda_host(gpus=2, driver="615.20.01"), tmp_path) as host:
         # The device file of another GPU has its own folder, because the guard forbids new files next to it.
         (tmp_path / "dev").mkdir()
         host.env["FLOWER_GPU_GUARDED"] = str(tmp_path / "dev" / "nvidia9")
@@ -67,7 +67,7 @@ def test_each_pair_of_grants_is_tried() -> None:
     assert [pair for pair in pairs if not any(names.issuperset(pair) for names in tried)] == []
 
 
-def check(report: dict[str, Any], host: Host, *, sms: int) -> None:
+def check(report: dict[str, Any], host: CallsInGroup, *, sms: int) -> None:
     """Check that each grant is in force in a process with one GPU."""
     assert (report["gpus"], report["is_capped"], report["has_threads"]) == (1, True, True)
     assert report["opened"] == "PermissionError"
@@ -79,7 +79,7 @@ def check(report: dict[str, Any], host: Host, *, sms: int) -> None:
 
 @pytest.mark.parametrize(("num_gpus", "sms", "guard_mode"), [(2, ALL_SMS, "require"), (0.25, 32, "on")])
 def test_reused_workers_of_a_simulation(
-    host: Host, tmp_path: Path, num_gpus: float, sms: int, guard_mode: str
+    host: CallsInGroup, tmp_path: Path, num_gpus: float, sms: int, guard_mode: str
 ) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -110,7 +110,7 @@ except Exception as error:
 """
 
 
-def run_confined(host: Host, task: str, *arguments: Any, **options: Any) -> Any:
+def run_confined(host: CallsInGroup, task: str, *arguments: Any, **options: Any) -> Any:
     """Run a task in a confined worker, as ``flower-gpu supernode --confine`` does."""
     script = [sys.executable, "-c", CONFINED, json.dumps([task, arguments, options])]
     return json.loads(host.run(*script, str(FOLDER), str(FOLDER.parent)).splitlines()[-1])
@@ -118,7 +118,9 @@ def run_confined(host: Host, task: str, *arguments: Any, **options: Any) -> Any:
 
 @pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")
 @pytest.mark.parametrize(("method", "guard_mode"), [("spawn", "require"), ("forkserver", "on")])
-def test_confined_worker_of_a_supernode(host: Host, tmp_path: Path, method: str, guard_mode: str) -> None:
+def test_confined_worker_of_a_supernode(
+    host: CallsInGroup, tmp_path: Path, method: str, guard_mode: str
+) -> None:
     host.env |= {"FLOWER_GPU_CAP": "driver", "FLOWER_GPU_GUARD": guard_mode}
     # The folder belongs to an MPS daemon of the operator.
     pipes = tmp_path / "pipes"
@@ -132,6 +134,6 @@ def test_confined_worker_of_a_supernode(host: Host, tmp_path: Path, method: str,
         check(run_confined(host, "together_tasks:look", other, **options), host, sms=ALL_SMS)
 
 
-def test_ranks_of_a_confined_worker_are_refused(host: Host) -> None:
+def test_ranks_of_a_confined_worker_are_refused(host: CallsInGroup) -> None:
     name, text = run_confined(host, "together_tasks:look", "", gpu="require", num_gpus=2)
     assert name == "ConfigError" and "--confine allows one GPU for a call" in text

@@ -1,4 +1,4 @@
-"""A host with a driver that caps workers: stand-ins for NVML and CUDA, and a real control group."""
+"""Calls that the driver caps, on stand-ins for NVML and CUDA, and in a real control group."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ for task, arguments, options in json.loads(sys.argv[2]):
 SPAWNED = {"start_method": "spawn", "gpu": "require", "gpu_memory": "3GiB"}
 
 
-class Host:
-    """GPUs, a ledger, and the control group of the callers."""
+class CallsInGroup:
+    """Calls on a stub host, whose callers run in a control group."""
 
     def __init__(self, gpus: cuda_stub.Host, folder: Path, group: Path) -> None:
         self.gpus, self.folder, self.group = gpus, folder, group
@@ -75,8 +75,8 @@ class Host:
 
 
 @contextmanager
-def host_in_group(gpus: cuda_stub.Host, folder: Path) -> Iterator[Host]:
-    """Yield a host with a new control group. Skips the test if no group can be created."""
+def calls_in_group(gpus: cuda_stub.Host, folder: Path) -> Iterator[CallsInGroup]:
+    """Yield calls in a new control group. Skips the test if no group can be created."""
     groups = control_group.unified()
     group = groups[-1] / f"test-{os.getpid()}" if groups else folder
     try:
@@ -84,7 +84,7 @@ def host_in_group(gpus: cuda_stub.Host, folder: Path) -> Iterator[Host]:
     except OSError:
         pytest.skip("no control groups of version 2, or no right to make one")
     try:
-        yield Host(gpus, folder, group)
+        yield CallsInGroup(gpus, folder, group)
     finally:
         for remaining in (*group.glob("*/"), group):
             remaining.rmdir()
