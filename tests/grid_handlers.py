@@ -30,10 +30,6 @@ class NoWorkers:
     # No call is batched.
     batches = Batches(1)
 
-    def idle(self) -> None: ...
-
-    def leave(self) -> None: ...
-
     def stuck_since(self) -> float | None: ...
 
     def cancel(self, message_id: str) -> None: ...
@@ -47,7 +43,7 @@ class Handling(NoWorkers):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given_up: dict[str, threading.Event] = {}
-        self.running = self.most = self.idles = self.left = 0
+        self.running = self.most = 0
         self.begun: list[str] = []
         self.done: list[str] = []
         self.cancelled: list[str] = []
@@ -91,14 +87,6 @@ class Handling(NoWorkers):
         reply = Message(content, reply_to=message, ttl=60 if group == "short" else None)
         self.on_reply(reply)
         return reply
-
-    def idle(self) -> None:
-        with self._lock:
-            self.idles += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self.left += 1
 
     def cancel(self, message_id: str) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ A call is tried again in these cases:
 - GPU memory ran out: again with more of a GPU or a whole GPU, and at the end on the CPU if ``on_oom`` is
   "cpu". Not with "fail".
 - Main memory ran out and the kernel killed the worker: once again with all main memory that leases can have.
-  Not with "fail". In a simulation, :mod:`flower_gpu.simulation.messages` does this instead.
+  In a simulation, it runs while no other message does. Not with "fail".
 - No fork server can run the call: again in a worker that is forked from this process.
 
 The error of an earlier try is kept without its traceback. The frames have the arguments of the call, which
@@ -55,13 +55,11 @@ class Workers:
 
     shows_progress = True  # True if the progress of a call is drawn
     is_used_again = False  # True if the worker of the call has run earlier calls
+    is_cancelled = False  # True if the call was cancelled. The end of its worker is then no failure
     takes_over = True  # True if workers take over the settings of this process, see workers.caller_settings
     learns_memory = True  # True if later calls request the main memory that this call has used
-
-    @property
-    def is_cancelled(self) -> bool:
-        """True if the call was cancelled. The end of its worker is then no failure."""
-        return False
+    # How a call is tried again that ran out of main memory
+    second_try = "It is retried with all the main memory that can be leased"
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Return a start method, as :func:`flower_gpu.workers.methods.choose` does."""
@@ -117,7 +115,7 @@ class Tries:
             reason = str(error).partition("\n")[0]
             # The frames of the traceback would keep the arguments in memory.
             killed = error.with_traceback(None)
-        notices.say(f"{reason}\nIt is retried with all the main memory that can be leased")
+        notices.say(f"{reason}\n{self.workers.second_try}")
         try:
             return run_once(replace(leasing, asks_for_all_memory=True))
         except LeaseTimeoutError as late:
@@ -126,8 +124,8 @@ class Tries:
             if not error.is_out_of_memory:
                 raise
             raise WorkerDiedError(
-                f"{error} That was its second try, with all the main memory that can be leased. Use "
-                "smaller batches or fewer processes of a DataLoader, or give the host more memory",
+                f"{error} That was its second try. Use smaller batches or fewer processes of a DataLoader, "
+                "or give the host more memory",
                 exitcode=error.exitcode,
                 tail=error.tail,
                 is_out_of_memory=True,
@@ -135,8 +133,10 @@ class Tries:
             ) from killed
 
     def _may_have_more_memory(self, leasing: Leasing) -> bool:
-        is_counted = leasing.host.is_leased and self.workers.learns_memory
-        return is_counted and self.settings.gpu.on_oom != "fail"
+        # Several messages that are handled together are retried by their caller, in smaller batches.
+        if len(self.clients) > 1 or self.settings.gpu.on_oom == "fail":
+            return False
+        return leasing.host.is_leased or not self.workers.learns_memory
 
     def _on_gpu(self, leasing: Leasing) -> Any:
         """Return the result of the call on a GPU. If its memory runs out, try again with another lease."""

@@ -177,9 +177,12 @@ class Ledger:
             # The ledger cannot be used. Without a file, the ticket does not count.
             ticket.remove()
 
-    def status(self) -> State:
-        """Return the state of the ledger. Waits for the mutex, so that no half-done change is seen."""
-        with self._clear_errors(), self._locked(asks_for_gpus=True) as readings:
+    def status(self, *, asks_for_gpus: bool = True) -> State:
+        """Return the state of the ledger. Waits for the mutex, so that no half-done change is seen.
+
+        ``asks_for_gpus``: False if the cards of GPUs are needed only if a claim waits for them.
+        """
+        with self._clear_errors(), self._locked(asks_for_gpus=asks_for_gpus) as readings:
             return self._read_state(readings, verify=True)
 
     @contextmanager

@@ -10,9 +10,9 @@
                                       │                │ a batch (batch_size chooses its size)
                                       │                ▼
                                       │             messages: needs of messages; retries
+                                      │                │ message_worker: the worker of an assignment
+                                      │             pool: workers, new or parked, with their leases
                                       │                │ host_memory: which messages wait for main memory
-                                      │             slots: a worker, new or recycled, and its lease
-                                      │                │ lease_turns: order of leases, idle workers
                                       │                │ workers: their number, and preloaded data
                                       │                ▼
                                       │             in_worker: loads the app, handles the messages, resets

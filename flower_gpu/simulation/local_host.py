@@ -18,8 +18,7 @@ Threads:
 - The dispatcher's giver calls ``submit``. The host's exchange thread calls ``exchange``, which takes the next
   messages, adds replies to sums, and waits up to 1 s for outcomes. Only one thread exchanges at a time.
 - Each message thread (``_work``) repeats: get an assignment with ``next``, let the handler run it in a
-  worker, and store the outcomes with ``finish``. Before it blocks because the queue is empty, it tells the
-  handler that it is idle, so that the handler can release its lease.
+  worker, and store the outcomes with ``finish``.
 - Any thread may call ``cancel``, ``return_queued``, ``ask_for_sum``, ``forget`` and ``close``.
 
 One lock protects the queue, and two conditions share it. ``_has_work`` wakes message threads: messages came,
@@ -38,6 +37,7 @@ death of its worker (:mod:`flower_gpu.simulation.messages`).
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -73,9 +73,8 @@ from flower_gpu.simulation.host import (
     Work,
 )
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
-from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.pool import WorkerPool
 from flower_gpu.strategies.averaging import without_arrays
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.output import AdmitLines, all_lines
@@ -253,17 +252,13 @@ class QueueHost(Host):
 
     def _work(self) -> None:
         while not self._is_closed:
-            assigned_messages = self.next(is_blocking=False)
-            if not assigned_messages:
-                self._handler.idle()
-                assigned_messages = self.next(is_blocking=True)
+            assigned_messages = self.next(is_blocking=True)
             if assigned_messages:
                 outcomes = self._handler(*assigned_messages)
                 for assigned, outcome in zip(assigned_messages, outcomes, strict=True):
                     self.finish(assigned, outcome)
                 del assigned, outcomes, outcome
             del assigned_messages
-        self._handler.leave()
 
     def next(self, *, is_blocking: bool) -> list[AssignedMessage]:
         """Return the next assignment: the messages that a worker handles together, usually one.
@@ -384,9 +379,11 @@ class LocalHost(QueueHost):
         requests = {client_settings.gpu.request for client_settings in self._client_settings}
         # The number of concurrent leases is known only if all have the same fixed size.
         is_known = len(requests) == 1 and not requests.pop().is_auto
-        turns = LeaseTurns(self._leases or None if is_known else None)
-        cores_of_run = workers.core_leases(
-            settings, self._usual_concurrency, self.info.concurrency, work.name
+        pool = WorkerPool(
+            self._leases if is_known and self._leases else math.inf,
+            workers.core_share(settings, self._usual_concurrency, self.info.concurrency, work.name),
+            needs.without,
+            self._admit_lines,
         )
         # A spare thread helps with short messages: while workers compute, it sends a message or reads a
         # reply.
@@ -395,15 +392,13 @@ class LocalHost(QueueHost):
         handler = self.handler = MessageHandler(
             work,
             settings.derived({"env": self._variables}),
-            lambda: Slot(turns, needs.without, cores_of_run, self._admit_lines),
+            pool,
             workers=threads,
             tries=tries,
             # If this host has no GPU, messages need not search for GPUs again.
             inventory=None if self.gpus else self._inventory,
         )
-        self._opened.callback(cores_of_run.close)
-        self._opened.callback(turns.close)
-        self._opened.callback(handler.close)
+        self._opened.callback(pool.close)
         self.start(handler, threads)
 
     def location_line(self) -> str:

@@ -5,41 +5,39 @@ is one message, or a batch that the app handles in a single call. The handler fi
 memory, retries if a worker dies, and returns one outcome per message. It never raises a client's error: the
 error is in the outcome.
 
-Threads. A host calls the handler from several threads, each with one assignment at a time. Every thread has
-its own :class:`~flower_gpu.simulation.slots.Slot`, which runs the thread's calls and may keep a worker
-between them. ``cancel``, ``cancel_all`` and the methods that report waiting times come from other threads.
-``_lock`` protects the mapping from messages in flight to slots.
+Threads. A host calls the handler from several threads, each with one assignment at a time. Every assignment
+has its own :class:`~flower_gpu.simulation.message_worker.MessageWorker`, which takes a worker from the pool
+of the run for each try. ``cancel``, ``cancel_all`` and the methods that report waiting times come from other
+threads. ``_lock`` protects the mapping from messages in flight to their workers.
 
 Cancellation races with three things:
 
 - A message may be cancelled before it arrives here, so ids of cancelled messages are remembered for a while.
-- A slot goes on to its next assignment as soon as a call ends. So ``cancel`` acts on the slot under the lock,
-  and a call removes its messages from the mapping under the same lock.
+- A worker goes on to another assignment as soon as a call ends. So ``cancel`` acts on the assignment's
+  ``MessageWorker``, which knows whether it still has the worker.
 - A message can be done at the moment when it is cancelled. Then its result is dropped, because the mapping no
   longer has it.
 
-If GPU memory runs out, :mod:`flower_gpu.calls.tries` retries first, and an error arrives here only after its
-last try. Then a message is retried at three levels, from the inside to the outside:
+If GPU memory or main memory runs out, :mod:`flower_gpu.calls.tries` retries first, and an error arrives here
+only after its last try. The second try after main memory ran out runs while no other message is in flight.
+Then a message is retried at two levels, from the inside to the outside:
 
-1. If the worker of a single message ran out of main memory, the message is handled again alone, while no
-   other message is in flight, unless ``on_oom`` is "fail".
-2. If the worker of a single message dies or cannot start, a new worker handles the message again. ``tries``
+1. If the worker of a single message dies or cannot start, a new worker handles the message again. ``tries``
    limits the number of attempts.
-3. A batch that runs out of GPU or main memory is split into smaller batches, and later batches are smaller,
-too. If
-   several tries are allowed and the worker of a batch dies, the batch is split into single messages, because
-   any of them may have ended the worker.
+2. A batch that runs out of GPU or main memory is split into smaller batches, and later batches are smaller,
+too.
+   If several tries are allowed and the worker of a batch dies, the batch is split into single messages,
+   because any of them may have ended the worker.
 
 A retry happens only while the message is still in the mapping, so a cancelled message is not handled again.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, Final
@@ -53,7 +51,6 @@ from flower_gpu.errors import (
     FlowerGPUError,
     GPUError,
     GPUOutOfMemoryError,
-    LeaseTimeoutError,
     NotDeterministicError,
     WorkerDiedError,
     WorkerStartError,
@@ -65,9 +62,9 @@ from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.simulation.batch_size import Batches
 from flower_gpu.simulation.clients import ClientOverrides, settings_of
 from flower_gpu.simulation.host import AssignedMessage, MessageOutcome, Work, failed
-from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import handle, handle_deterministically
-from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.message_worker import MessageWorker
+from flower_gpu.simulation.pool import WorkerPool
 from flower_gpu.simulation.worker_starts import WorkerStarts
 
 # Errors that another run might not have. An error of the client's own code is none of these.
@@ -87,7 +84,7 @@ class MessageHandler:
 
     ``work``: app, nodes and rules of the run.
     ``settings``: settings of each call on this host.
-    ``new_slot``: returns a new slot, which runs the calls of one thread.
+    ``pool``: the workers of the run on this host.
     ``workers``: number of assignments that are handled at the same time.
     ``tries``: maximum number of attempts if workers die. In a deterministic run it is always three.
     ``inventory``: the GPUs of this host. None: each call queries them.
@@ -97,7 +94,7 @@ class MessageHandler:
         self,
         work: Work,
         settings: CallSettings,
-        new_slot: Callable[[], Slot],
+        pool: WorkerPool,
         *,
         workers: int = 1,
         tries: int = 1,
@@ -109,18 +106,16 @@ class MessageHandler:
         self._nodes = work.nodes
         self._settings = settings
         self._inventory = inventory
-        self._new_slot = new_slot
-        self._this_thread = threading.local()
+        self._pool = pool
         self._lock = threading.Lock()
-        self._slots: list[Slot] = []
         #: Chooses how many messages are in one assignment.
         self.batches = Batches(workers)
         self._has_used = False  # True once a worker has handled a second message
-        self._running: dict[str, Slot] = {}
+        self._running: dict[str, MessageWorker] = {}
+        self._workers_started = 0
         self._cancelled: deque[str] = deque(maxlen=_MAX_CANCELLED)
         self._is_closed = False
         self._worked_at = 0.0  # end of the last assignment
-        self._memory = HostMemory()
         self._starts = WorkerStarts(has_preload=bool(settings.worker.preload))
         # By message type: True if clients have different options
         self._clients_differ: dict[str, bool] = {}
@@ -141,18 +136,16 @@ class MessageHandler:
         If a call fails, the outcome has the error in place of the reply.
         """
         began = time.monotonic()
-        slot = self._slot()
+        worker = MessageWorker(self._pool, self._work.calls_per_worker // len(assigned_messages))
         begun: list[AssignedMessage] = []
         with self._lock:
             if not self._is_closed:
                 begun = [each for each in assigned_messages if each.message_id not in self._cancelled]
-            if begun:
-                slot.begin()
-            self._running.update((assigned.message_id, slot) for assigned in begun)
+            self._running.update((assigned.message_id, worker) for assigned in begun)
         results: Sequence[MessageOutcome | BaseException] = []
         error: BaseException | None = None
         try:
-            results = self._handle(begun, slot) if begun else []
+            results = self._handle(begun, worker) if begun else []
         except BaseException as caught:
             # This includes SystemExit, because the client raised it and this thread goes on.
             error = caught
@@ -166,6 +159,7 @@ class MessageHandler:
                 if self._running.pop(assigned.message_id, None)
             }
             self._worked_at = time.monotonic()
+            self._workers_started += worker.workers_started
             smaller = self._smaller(error, begun)
         if smaller:
             parts = [
@@ -211,86 +205,50 @@ class MessageHandler:
             return 1  # any of the messages may have ended the worker
         return 0
 
-    def _handle(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> list[MessageOutcome]:
+    def _handle(
+        self, assigned_messages: Sequence[AssignedMessage], worker: MessageWorker
+    ) -> list[MessageOutcome]:
         """Return the results of messages, which one worker handles."""
-        slot.prepare(self._work.calls_per_worker // len(assigned_messages))
         if len(assigned_messages) > 1:
             # After a failure, smaller assignments follow, because they need less memory.
-            return self._run_in_room(assigned_messages, slot)
-        return [self._run(assigned_messages[0], slot)]
+            return self._run_once(assigned_messages, worker)
+        return [self._run(assigned_messages[0], worker)]
 
-    def _run(self, assigned: AssignedMessage, slot: Slot) -> MessageOutcome:
+    def _run(self, assigned: AssignedMessage, worker: MessageWorker) -> MessageOutcome:
         """Return the result of a message. If its worker dies, a new worker retries it."""
         for remaining in reversed(range(self._tries)):
             try:
-                return self._run_once(assigned, slot)
+                return self._run_once([assigned], worker)[0]
             except _TRIED_AGAIN as error:
                 if not remaining or not self._is_wanted(assigned):
                     raise
                 log(WARNING, "%s. A new worker handles the message again", _reason(error))
         raise AssertionError
 
-    def _run_once(self, assigned: AssignedMessage, slot: Slot) -> MessageOutcome:
-        """Return the result of a message. If its worker ran out of main memory, it is retried alone."""
-        try:
-            return self._run_in_room([assigned], slot)[0]
-        except WorkerDiedError as error:
-            self._memory.learn(error.peak_bytes)
-            on_oom = self._settings_of(self._overrides_of(assigned)).gpu.on_oom
-            if not error.is_out_of_memory or not self._is_wanted(assigned) or on_oom == "fail":
-                raise
-            reason = _reason(error)
-            # The frames of the traceback would keep the messages in memory.
-            killed = error.with_traceback(None)
-        log(WARNING, "%s. It is handled again while no other message is", reason)
-        try:
-            return self._run_in_room([assigned], slot, alone=True)[0]
-        except LeaseTimeoutError as late:
-            raise LeaseTimeoutError(f"{reason}. {late}") from killed
-
     def _is_wanted(self, assigned: AssignedMessage) -> bool:
         """Return True unless the message was cancelled."""
         with self._lock:
             return assigned.message_id in self._running
 
-    def _run_in_room(
-        self, assigned_messages: Sequence[AssignedMessage], slot: Slot, *, alone: bool = False
+    def _run_once(
+        self, assigned_messages: Sequence[AssignedMessage], worker: MessageWorker
     ) -> list[MessageOutcome]:
-        messages = [assigned.message for assigned in assigned_messages]
         contexts = [self._context_of(assigned) for assigned in assigned_messages]
         overrides = self._overrides_of(assigned_messages[0])
-        settings = self._settings_of(overrides)
-        label = message_call.label_of(messages[0].metadata.message_type, contexts)
-
-        def check() -> None:
-            if slot.is_cancelled:
-                raise WorkerDiedError(f"{label} was cancelled before it had a worker")
-
-        room = self._memory.room(
-            label,
-            has_lease=slot.has_lease,
-            alone=alone,
-            check=check,
-            before_wait=slot.wait,
-            timeout_s=settings.host.timeout_s if alone else math.inf,
+        replies = message_call.call_many(
+            self._task,
+            (
+                self._work.app,
+                [assigned.seed for assigned in assigned_messages],
+                overrides.get("slow_down", 1.0),
+            ),
+            [assigned.message for assigned in assigned_messages],
+            contexts,
+            self._settings_of(overrides),
+            name=_measured(self._work.name, overrides),
+            workers=worker,
         )
-        with room:
-            if alone:
-                self._end_unused_workers(slot)
-            replies = message_call.call_many(
-                self._task,
-                (
-                    self._work.app,
-                    [assigned.seed for assigned in assigned_messages],
-                    overrides.get("slow_down", 1.0),
-                ),
-                messages,
-                contexts,
-                settings,
-                name=_measured(self._work.name, overrides),
-                workers=slot,
-            )
-        call_s = self._learn(assigned_messages, slot)
+        call_s = self._learn(assigned_messages, worker)
         return [
             MessageOutcome(
                 assigned.message_id,
@@ -301,28 +259,17 @@ class MessageHandler:
             for assigned, context, reply in zip(assigned_messages, contexts, replies, strict=True)
         ]
 
-    def _end_unused_workers(self, slot: Slot) -> None:
-        """End all workers that wait for a message, so that the worker of ``slot`` can use their memory."""
-        with self._lock:
-            others = [other for other in self._slots if other is not slot]
-        for other in others:
-            other.retire()
-        slot.end_idle()
-
-    def _learn(self, assigned_messages: Sequence[AssignedMessage], slot: Slot) -> float | None:
+    def _learn(self, assigned_messages: Sequence[AssignedMessage], worker: MessageWorker) -> float | None:
         """Learn from a call that succeeded. Return its seconds per message, or None if not representative."""
-        self._memory.learn(slot.line.peak_bytes)
-        if self._work.calls_per_worker == 1 and (
-            advice := self._starts.learn(slot.ready_s, slot.line.call_s)
-        ):
+        if self._work.calls_per_worker == 1 and (advice := self._starts.learn(worker.ready_s, worker.call_s)):
             log(INFO, "%s", advice)
-        self._has_used = self._has_used or slot.is_used_again
+        self._has_used = self._has_used or worker.is_used_again
         # A call that imported modules took longer than later calls will: their workers are forked with the
         # modules already imported.
-        call_s = None if slot.line.had_imports else slot.line.call_s
+        call_s = None if worker.had_imports else worker.call_s
         message_type = assigned_messages[0].message.metadata.message_type
-        if slot.max_messages > 1 and self._may_batch(message_type):
-            limit = min(slot.max_messages, self._work.calls_per_worker)
+        if worker.max_messages > 1 and self._may_batch(message_type):
+            limit = min(worker.max_messages, self._work.calls_per_worker)
             self.batches.learn(message_type, limit, len(assigned_messages), call_s)
         return None if call_s is None else call_s / len(assigned_messages)
 
@@ -351,19 +298,6 @@ class MessageHandler:
             self._resolved[id(overrides)] = replace(settings, gpu=gpu)
         return self._resolved[id(overrides)]
 
-    def idle(self) -> None:
-        """Let this thread's worker idle, because no message waits.
-
-        Other messages and other runs may need the memory of its lease.
-        """
-        if hasattr(self._this_thread, "slot"):
-            self._this_thread.slot.idle()
-
-    def leave(self) -> None:
-        """Let this thread's worker end, because no more messages will come."""
-        if hasattr(self._this_thread, "slot"):
-            self._this_thread.slot.retire()
-
     def cancel(self, message_id: str) -> None:
         """End the worker that handles a message, and drop its changes of the node's state.
 
@@ -371,20 +305,17 @@ class MessageHandler:
         """
         with self._lock:
             self._cancelled.append(message_id)
-            slot = self._running.pop(message_id, None)
-            # The lock is held during cancel, so that the slot cannot begin another message meanwhile.
-            if slot is not None and slot not in self._running.values():
-                slot.cancel()
-        self._memory.wake()
+            worker = self._running.pop(message_id, None)
+            if worker is not None and worker not in self._running.values():
+                worker.cancel()
 
     def cancel_all(self) -> None:
         """End all workers that handle a message, and accept no more messages."""
         with self._lock:
             self._is_closed = True
-            for slot in self._running.values():
-                slot.cancel()
+            for worker in self._running.values():
+                worker.cancel()
             self._running.clear()
-        self._memory.wake()
 
     def longest_wait_s(self) -> float:
         """Return the seconds that a message has been waiting for a lease, cores or memory, or 0.
@@ -392,22 +323,22 @@ class MessageHandler:
         If several messages wait, the longest wait counts.
         """
         with self._lock:
-            waiting = [slot.waits_since for slot in self._running.values()]
+            waiting = [worker.waits_since for worker in self._running.values()]
         return max((time.monotonic() - since for since in waiting if since is not None), default=0.0)
 
     def stuck_since(self) -> float | None:
         """Return the time since which messages have been waiting with no worker running, or None."""
         with self._lock:
-            starts = [slot.waits_since for slot in self._running.values()]
+            starts = [worker.waits_since for worker in self._running.values()]
             waiting = [start for start in starts if start is not None]
             return max(min(waiting), self._worked_at) if waiting and len(waiting) == len(starts) else None
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for the result."""
         return {
-            "workers_started": sum(slot.workers_started for slot in self._slots),
-            "peak_worker_bytes": self._memory.largest_bytes,
-            "waits_for_host_memory": self._memory.wait_count,
+            "workers_started": self._workers_started,
+            "peak_worker_bytes": self._pool.memory.largest_bytes,
+            "waits_for_host_memory": self._pool.memory_waits,
             **self._starts.facts(),
             "batches": self.batches.facts(),
             "recycling": {
@@ -415,19 +346,6 @@ class MessageHandler:
                 "is_used_again": self._has_used,
             },
         }
-
-    def close(self) -> None:
-        """End the remaining workers. Call this only after all threads have stopped handling messages."""
-        for slot in self._slots:
-            slot.close()
-
-    def _slot(self) -> Slot:
-        if not hasattr(self._this_thread, "slot"):
-            self._this_thread.slot = self._new_slot()
-            with self._lock:
-                self._slots.append(self._this_thread.slot)
-        slot: Slot = self._this_thread.slot
-        return slot
 
 
 def _reason(error: BaseException | None) -> str:

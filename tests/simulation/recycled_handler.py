@@ -15,11 +15,11 @@ from flower_gpu.simulation.clients import Clients
 from flower_gpu.simulation.dispatcher import Seeds
 from flower_gpu.simulation.host import MANY, AssignedMessage, MessageOutcome, Work
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.lease_turns import LeaseTurns
+from flower_gpu.simulation.leased_worker import Request
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.pool import WorkerPool
 from flower_gpu.simulation.run import _identity
-from flower_gpu.simulation.slots import Slot
 
 RUN_ID = 11
 
@@ -43,9 +43,8 @@ class Handler:
         work = Work("recycled", app, settings, self.nodes, None, calls_per_worker, is_strict, is_strict)
         self.states = [b""] * 8
         self.learned: list[int] = []
-        self.handler = MessageHandler(
-            work, settings, lambda: Slot(LeaseTurns(), frozenset({"torch"})), tries=tries
-        )
+        self.pool = WorkerPool(without=frozenset({"torch"}))
+        self.handler = MessageHandler(work, settings, self.pool, tries=tries)
         self._seeds = Seeds(seed)
         self._numbers = iter(range(1000))
 
@@ -91,6 +90,14 @@ class Handler:
                 results.append(dict(answer.reply.content["facts"]))
         return results
 
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Have another message in flight in the block."""
+        request = Request("another message", lambda: None)
+        worker = self.pool.take(request)
+        yield
+        self.pool.put_back(request, worker)
+
     def error(self, node: int, task: str) -> str:
         """Return the reason why a message has failed."""
         answer = self.handled(self.visit(node, task))
@@ -115,7 +122,7 @@ def handlers() -> Iterator[Callable[..., Handler]]:
     with _identity(RUN_ID):
         yield new
         for handler in created:
-            handler.handler.close()
+            handler.pool.close()
 
 
 def has_failed(answer: MessageOutcome) -> bool:

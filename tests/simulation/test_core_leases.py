@@ -7,21 +7,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from waiting import until
 
-from flower_gpu.calls.settings import HostSettings, call_settings
+from flower_gpu.calls.leasing import Leasing
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.control_group import all_cores
 from flower_gpu.leases.admission import CORES, HostNeed
+from flower_gpu.leases.footprint_rule import ON_CPU, Key
 from flower_gpu.leases.ledger import Claimant, Ledger
-from flower_gpu.simulation import workers
-from flower_gpu.simulation.workers import CoreLeases
+from flower_gpu.options import CPU_LEASES
+from flower_gpu.simulation import leased_worker, workers
+from flower_gpu.simulation.leased_worker import CoreShare, Request
+from flower_gpu.simulation.pool import WorkerPool
 
 ALL = 1000 * all_cores()
+KEY = Key("app", "", ON_CPU)
 
 _OTHER = f"""
 from flower_gpu.leases.admission import CORES, HostNeed
@@ -39,17 +44,35 @@ class CancelledError(Exception):
     pass
 
 
+class Cores:
+    """A pool whose messages need cores only."""
+
+    def __init__(self, max_leases: int) -> None:
+        self.pool = WorkerPool(cores=CoreShare(ALL // max_leases, max_leases, "messages of app"))
+
+    @contextmanager
+    def hold(
+        self, check: Callable[[], object] = lambda: None, num_cpus: float | None = None
+    ) -> Iterator[None]:
+        settings = call_settings({})
+        host = replace(settings.host, num_cpus=num_cpus)
+        request = Request("a message", check, Leasing(settings.gpu, (), "a message", KEY, {}, host))
+        worker = self.pool.take(request)
+        try:
+            yield
+        finally:
+            self.pool.put_back(request, worker)
+
+
 @pytest.fixture
-def make_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoreLeases]]:
+def make_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Cores]]:
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
     with ExitStack() as stack:
 
-        def make(max_leases: int, settings: HostSettings | None = None) -> CoreLeases:
-            leases = CoreLeases(
-                settings or call_settings({}).host, ALL // max_leases, max_leases, "messages of app"
-            )
-            stack.callback(leases.close)
-            return leases
+        def make(max_leases: int) -> Cores:
+            cores = Cores(max_leases)
+            stack.callback(cores.pool.close)
+            return cores
 
         yield make
 
@@ -58,7 +81,7 @@ def leased() -> int:
     return Ledger().status().leased_bytes(CORES)
 
 
-def test_messages_get_the_cores_that_they_request(make_leases: Callable[..., CoreLeases]) -> None:
+def test_messages_get_the_cores_that_they_request(make_leases: Callable[[int], Cores]) -> None:
     cores = make_leases(2)
     granted = threading.Event()
 
@@ -81,7 +104,7 @@ def test_messages_get_the_cores_that_they_request(make_leases: Callable[..., Cor
         assert leased() == ALL // 2
 
 
-def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..., CoreLeases]) -> None:
+def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[[int], Cores]) -> None:
     cores = make_leases(2)
     with cores.hold():
         assert leased() == ALL // 2
@@ -108,11 +131,11 @@ def test_a_run_keeps_its_leases_until_another_run_waits(make_leases: Callable[..
         other.wait()
     with cores.hold():
         assert leased() == ALL // 2
-    cores.close()
+    cores.pool.end_parked()
     until(lambda: leased() == 0)
 
 
-def test_another_call_of_the_same_process_gets_cores(make_leases: Callable[..., CoreLeases]) -> None:
+def test_another_call_of_the_same_process_gets_cores(make_leases: Callable[[int], Cores]) -> None:
     """The server's evaluation requests a number of cores."""
     cores = make_leases(2)
     with cores.hold(), cores.hold():
@@ -123,27 +146,34 @@ def test_another_call_of_the_same_process_gets_cores(make_leases: Callable[..., 
     ledger.release(ledger.acquire(claimant, deadline=lambda: ends))
 
 
-@pytest.mark.parametrize(("turn_s", "asked"), [(60.0, 1), (0.0, 5)])
-def test_short_messages_share_a_turn_while_other_runs_wait(
-    turn_s: float, asked: int, make_leases: Callable[..., CoreLeases], monkeypatch: pytest.MonkeyPatch
+def test_short_messages_share_a_turn_while_others_wait(
+    make_leases: Callable[[int], Cores], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "_TURN_S", turn_s)
-    monkeypatch.setattr(workers, "_LOOK_S", 60.0)
-    claimants: list[Claimant] = []
-    acquire = Ledger.acquire
-    monkeypatch.setattr(
-        Ledger, "acquire", lambda *args, **rest: claimants.append(args[1]) or acquire(*args, **rest)
-    )
-    cores = make_leases(1)
-    cores._is_wanted = True
+    monkeypatch.setattr(leased_worker, "_TURN_S", 3600.0)
+    cores, granted = make_leases(1), threading.Event()
+
+    def wait() -> None:
+        ledger = Ledger()
+        claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, ALL, ALL),), label="another")
+        ledger.release(ledger.acquire(claimant))
+        granted.set()
+
+    with cores.hold():
+        (lease,) = Ledger().status().holders
+        other = threading.Thread(target=wait, daemon=True)
+        other.start()
+        until(lambda: Ledger().status().waiting)
     for _ in range(5):
         with cores.hold():
-            assert leased() == ALL
-    assert len(claimants) == asked
-    cores.close()
-    assert leased() == 0
+            assert [entry.id for entry in Ledger().status().holders] == [lease.id]
+    assert not granted.is_set()
+    cores.pool.end_parked()
+    assert granted.wait(60)
+    other.join(60)
+    until(lambda: leased() == 0)
 
 
-def test_no_cores_are_requested_without_leases(make_leases: Callable[..., CoreLeases]) -> None:
-    with make_leases(2, replace(call_settings({}).host, is_leased=False)).hold():
-        assert leased() == 0
+def test_no_cores_are_requested_without_leases() -> None:
+    settings = call_settings({"env": {CPU_LEASES.variable: "off"}})
+    assert workers.core_share(settings, 2, 2, "app") is None
+    assert workers.core_share(call_settings({}), 2, 2, "app") is not None

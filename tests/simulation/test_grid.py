@@ -286,17 +286,6 @@ def test_messages_within_the_loop_over_a_stream(new_grid: Callable[..., GridUnde
     assert in_time(loop) == [2] * 8
 
 
-def test_threads_without_messages_release_their_workers(new_grid: Callable[..., GridUnderTest]) -> None:
-    harness = new_grid(2)
-    until(lambda: harness.handling.idles >= 2)
-    before = harness.handling.idles
-    list(harness.grid.send_and_receive(harness.messages(3)))
-    until(lambda: harness.handling.idles >= before + 1)
-    assert harness.handling.left == 0
-    harness.close()
-    assert harness.handling.left == 2
-
-
 def test_close_cancels_running_messages(new_grid: Callable[..., GridUnderTest]) -> None:
     harness = new_grid(2)
     ids = list(harness.grid.push_messages(harness.messages(5, "wait")))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from waiting import until
 
 from flower_gpu import control_group
+from flower_gpu.calls.leasing import Leasing
+from flower_gpu.calls.settings import call_settings
 from flower_gpu.errors import LeaseTimeoutError
-from flower_gpu.simulation import host_memory
+from flower_gpu.leases.footprint_rule import ON_CPU, Key
+from flower_gpu.simulation import host_memory, pool
 from flower_gpu.simulation.host_memory import HostMemory
+from flower_gpu.simulation.leased_worker import Request
+from flower_gpu.simulation.pool import WorkerPool
 
 GIB = 1 << 30
 
@@ -23,20 +29,26 @@ class Workers:
 
     def __init__(self, free: float, total: float = 100) -> None:
         self.free, self._total = free, total
-        self.memory = HostMemory(lambda: (int(self.free * GIB), int(self._total * GIB)))
+        self.pool = WorkerPool()
+        self.memory = self.pool.memory = HostMemory(lambda: (int(self.free * GIB), int(self._total * GIB)))
         self._lock = threading.Lock()
         self.inside = 0
         self.entered: list[str] = []
-        self.gave_way: list[str] = []
         self.errors: list[Exception] = []
         self._leave = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
 
-    def start(self, count: int, *, has_lease: bool = False) -> None:
+    def start(self, count: int) -> None:
         for _ in range(count):
-            options = {"has_lease": has_lease}
-            self._threads.append(threading.Thread(target=self._work, kwargs=options, daemon=True))
-            self._threads[-1].start()
+            self._start(Request("a small one", lambda: None))
+
+    def start_alone(
+        self,
+        name: str = "the large one",
+        check: Callable[[], object] = lambda: None,
+        timeout_s: float = math.inf,
+    ) -> None:
+        self._start(alone(name, check, timeout_s))
 
     def leave(self, count: int = 1) -> None:
         self._leave.release(count)
@@ -48,28 +60,37 @@ class Workers:
             thread.join(60)
         assert not any(thread.is_alive() for thread in self._threads)
         assert self.inside == 0
+        self.pool.close()
 
-    def start_alone(self, name: str = "the large one", **options: Any) -> None:
-        options = {"name": name, "alone": True, **options}
-        self._threads.append(threading.Thread(target=self._work, kwargs=options, daemon=True))
+    def _start(self, request: Request) -> None:
+        self._threads.append(threading.Thread(target=self._work, args=[request], daemon=True))
         self._threads[-1].start()
 
-    def _work(self, *, name: str = "a small one", **options: Any) -> None:
+    def _work(self, request: Request) -> None:
         try:
-            with self.memory.room(name, before_wait=lambda: self.gave_way.append(name), **options):
-                with self._lock:
-                    self.inside += 1
-                    self.entered.append(name)
-                self._leave.acquire()
-                with self._lock:
-                    self.inside -= 1
+            worker = self.pool.take(request)
+            with self._lock:
+                self.inside += 1
+                self.entered.append(request.label)
+            self._leave.acquire()
+            with self._lock:
+                self.inside -= 1
+            self.pool.put_back(request, worker)
         except (KeyError, LeaseTimeoutError) as error:
             self.errors.append(error)
 
 
+def alone(name: str, check: Callable[[], object] = lambda: None, timeout_s: float = math.inf) -> Request:
+    settings = call_settings({})
+    host = replace(settings.host, timeout_s=timeout_s)
+    key = Key("app", "", ON_CPU)
+    leasing = Leasing(settings.gpu, (), name, key, {}, host, asks_for_all_memory=True)
+    return Request(name, check, leasing)
+
+
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]:
-    monkeypatch.setattr(host_memory, "_POLL_S", 0.01)
+    monkeypatch.setattr(pool, "_POLL_S", 0.01)
     # No worker is old enough to have grown during a test.
     monkeypatch.setattr(host_memory, "_GROWTH_S", 3600.0)
     all_workers: list[Workers] = []
@@ -87,18 +108,18 @@ def test_the_first_worker_always_has_room(workers: Callable[..., Workers]) -> No
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(3)
-    until(lambda: started.memory.wait_count == 2)
+    until(lambda: started.pool.memory_waits == 2)
     assert started.inside == 1
     started.leave()
     # The next worker is alone as well.
-    until(lambda: started.memory.wait_count == 2 and started.inside == 1)
+    until(lambda: started.pool.memory_waits == 2 and started.inside == 1)
 
 
 def test_others_on_the_host_give_memory_back(workers: Callable[..., Workers]) -> None:
     started = workers(0)
     started.memory.learn(4 * GIB)
     started.start(2)
-    until(lambda: started.inside == 1 and started.memory.wait_count == 1)
+    until(lambda: started.inside == 1 and started.pool.memory_waits == 1)
     started.free = 50
     until(lambda: started.inside == 2)
 
@@ -108,7 +129,7 @@ def test_simultaneous_workers_do_not_claim_the_same_free_memory(workers: Callabl
     started = workers(20)
     started.memory.learn(4 * GIB)
     started.start(8)
-    until(lambda: started.memory.wait_count == 5)
+    until(lambda: started.pool.memory_waits == 5)
     assert started.inside == 3
 
 
@@ -122,16 +143,7 @@ def test_ended_workers_take_no_room(workers: Callable[..., Workers]) -> None:
         until(lambda: started.inside == 2)
         started.leave()
         until(lambda: started.inside == 1)
-    assert started.memory.wait_count == 0
-
-
-def test_an_error_releases_the_room(workers: Callable[..., Workers]) -> None:
-    started = workers(0)
-    started.memory.learn(4 * GIB)
-    with pytest.raises(KeyError), started.memory.room():
-        raise KeyError
-    started.start(1)
-    until(lambda: started.inside == 1)
+    assert started.pool.memory_waits == 0
 
 
 def test_a_worker_that_runs_alone_waits_for_others_and_blocks_new_workers(
@@ -141,38 +153,43 @@ def test_a_worker_that_runs_alone_waits_for_others_and_blocks_new_workers(
     started.start(2)
     until(lambda: started.inside == 2)
     started.start_alone()
-    until(lambda: started.memory.wait_count == 1)
+    until(lambda: started.pool.memory_waits == 1)
     started.start(1)
-    until(lambda: started.memory.wait_count == 2)
+    until(lambda: started.pool.memory_waits == 2)
     started.leave(2)
     until(lambda: started.inside == 1)
     started.start(1)
-    until(lambda: started.memory.wait_count == 3)
+    until(lambda: started.pool.memory_waits == 3)
     assert started.inside == 1
     started.leave()
     until(lambda: started.inside == 2)
 
 
-def test_workers_with_leases_make_way_for_a_worker_that_runs_alone(workers: Callable[..., Workers]) -> None:
+def test_workers_with_leases_make_way_for_a_worker_that_runs_alone() -> None:
     """Their messages follow one another without a pause, and need no room unless another worker waits."""
-    started = workers(0)
-    started.memory.learn(4 * GIB)
-    started.start(3, has_lease=True)
-    until(lambda: started.inside == 3)
-    started.start_alone()
-    until(lambda: started.memory.wait_count == 1)
-    for _ in range(3):
-        started.start(1, has_lease=True)
-    until(lambda: started.memory.wait_count == 4)
-    # Each worker gives way before it waits.
-    until(lambda: started.gave_way == ["the large one", *["a small one"] * 3])
-    started.leave(3)
-    until(lambda: started.entered[3:] == ["the large one"])
-    started.start(1, has_lease=True)
-    until(lambda: started.memory.wait_count == 5)
-    assert started.inside == 1
-    started.leave()
-    until(lambda: started.inside == 1 and started.entered[-1] == "a small one")
+    memory = HostMemory(lambda: (0, 100 * GIB))
+    memory.learn(4 * GIB)
+    small = [Request(f"small {number}", lambda: None) for number in range(5)]
+    large, second = alone("the large one"), alone("the second one")
+    assert all(memory.enter(request, has_lease=True) for request in small[:3])
+    assert not memory.enter(small[3])
+    assert not memory.enter(large)
+    assert memory.blocking(large) == "small 0 and 2 others are still in flight"
+    memory.leave(small[0])
+    assert not memory.enter(small[3], has_lease=True)
+    assert not memory.enter(second)
+    for request in small[1:3]:
+        assert not memory.enter(large)
+        memory.leave(request)
+    assert not memory.enter(small[3], has_lease=True)
+    assert memory.blocking(second) == "the large one is before it"
+    assert memory.enter(large)
+    assert not memory.enter(small[3], has_lease=True)
+    assert not memory.enter(second)
+    memory.leave(large)
+    memory.leave(second)
+    assert memory.enter(small[3])
+    assert memory.enter(small[4], has_lease=True)
 
 
 def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Workers]) -> None:
@@ -186,9 +203,9 @@ def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Worker
             raise KeyError
 
     started.start_alone(check=check)
-    until(lambda: started.memory.wait_count == 1)
+    until(lambda: started.pool.memory_waits == 1)
     is_cancelled.set()
-    started.memory.wake()
+    started.pool.wake()
     until(lambda: len(started.errors) == 1)
     assert started.inside == 1
     # No worker waits to be alone any more.
@@ -199,14 +216,14 @@ def test_a_wait_ends_when_the_message_is_cancelled(workers: Callable[..., Worker
 def test_two_workers_run_alone_in_turn_and_log_what_they_wait_for(
     workers: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_memory, "SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(pool, "SAID_AFTER_S", 0.0)
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     started = workers(50)
     started.start(2)
     until(lambda: started.inside == 2)
     for count, name in enumerate(["first", "second"], 1):
         started.start_alone(name)
-        until(lambda count=count: started.memory.wait_count == len(caplog.messages) == count)
+        until(lambda count=count: started.pool.memory_waits == len(caplog.messages) == count)
     assert caplog.messages == [
         f"{name} waits to be handled alone: a small one and 1 other are still in flight"
         for name in ("first", "second")

@@ -105,10 +105,7 @@ def test_messages_share_a_worker_but_not_their_state(new_handler: Callable[..., 
     # Each node has its own state.
     assert [entry["times"] for entry in facts] == [1, 1, 1, 1, 2, 2, 2]
     assert handler.handler.facts()["workers_started"] == len({entry["pid"] for entry in facts}) == 3
-    # On the CPU no other run waits for the worker's resources.
-    handler.handler.idle()
-    assert handler(0)["calls"] == 2
-    handler.handler.leave()
+    handler.pool.end_parked()
     assert handler(0)["calls"] == 1
 
 
@@ -168,17 +165,16 @@ def test_a_message_is_cancelled_before_its_worker_starts(
     handler = new_handler(5)
     if used:
         handler(0)
-    memory = handler.handler._memory
     # The next message has to wait for the host's memory.
-    with memory.room():
+    with handler.in_flight():
         # This does not depend on the machine's memory: the first try or the retry waits, depending on the
         # task.
-        memory._available = lambda: (0 if task == "hang" else 1 << 40, 1 << 40)
+        handler.pool.memory._available = lambda: (0 if task == "hang" else 1 << 40, 1 << 40)
         visit = handler.visit(1, task, file=str(tmp_path / "begun"))
         answers: list[MessageOutcome] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
-        until(lambda: memory.wait_count == 1)
+        until(lambda: handler.pool.memory_waits == 1)
         handler.handler.cancel(visit.message_id)
         thread.join(60)
         assert not thread.is_alive(), "it still waits for memory"
@@ -192,13 +188,12 @@ def test_the_end_of_a_run_ends_all_waits_for_memory(
     new_handler: Callable[..., Handler], tmp_path: Path
 ) -> None:
     handler = new_handler(5)
-    memory = handler.handler._memory
-    with memory.room():
+    with handler.in_flight():
         visit = handler.visit(1, "killed once", file=str(tmp_path / "begun"))
         answers: list[MessageOutcome] = []
         thread = threading.Thread(target=lambda: answers.append(handler.handled(visit)), daemon=True)
         thread.start()
-        until(lambda: memory.wait_count == 1)
+        until(lambda: handler.pool.memory_waits == 1)
         handler.handler.cancel_all()
         thread.join(60)
         assert not thread.is_alive()

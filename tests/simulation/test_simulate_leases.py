@@ -80,14 +80,17 @@ def test_a_worker_for_a_single_call_holds_a_lease_until_the_call_ends(
 
 
 def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
-    """The previous call in its slot had a lease, and would have kept it for the next call."""
+    """The worker of the previous call has a lease, and waits for the next call on the GPU."""
     options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "server='mixed'"]
-    options += ["--calls-per-worker", "2"]
+    options += ["--calls-per-worker", "9"]
     done = one_gpu.simulate(4, *options, app="leased")
     assert done.status == 0, done.output
     notes = one_gpu.notes()
     assert [note["lease"] is not None for note in notes] == [True, False] * 2
-    assert [note["holders"] for note in notes] == [1, 0] * 2
+    on_gpu = {note["pid"] for note in notes if note["lease"] is not None}
+    on_cpu = {note["pid"] for note in notes if note["lease"] is None}
+    assert len(on_gpu) == len(on_cpu) == 1 and not on_gpu & on_cpu
+    assert [note["holders"] for note in notes] == [1] * 4
 
 
 def test_a_missing_required_gpu_is_an_error_before_the_run_starts(tmp_path: Path) -> None:
