@@ -82,18 +82,13 @@ class RunPlan:
         folder, earlier = (None, {}) if resume is None else earlier_run(resume, "simulate")
         name, app_folder, server, client = _components(app)
         check_same_app(earlier, name, app_folder, resume)
-        run_config = with_rounds(values["run_config"] or {}, values["rounds"], "rounds", "run_config")
-        run_config = {**earlier.get("run_config", {}), **run_config}
+        values |= _with_earlier(values, earlier)
+        run_config, seed, deterministic = values["run_config"], values["seed"], values["deterministic"]
         if app_folder is not None:
             run_config = FlowerApp.load(app_folder).simulated(run_config, count)
-        if values["seed"] is None:
-            values["seed"] = earlier.get("seed", secrets.randbelow(_SEEDS))
-        seed = values["seed"]
-        table = earlier.get("clients_table", {}) if values["clients"] is None else values["clients"]
-        clients = Clients.of(table, count)
-        values["clients"] = plain(table)
+        clients = Clients.of(values["clients"], count)
+        values["clients"] = plain(values["clients"])
         values["trackers"] = _checked_trackers(values["trackers"], folder, values["log_dir"])
-        deterministic = values["deterministic"] or bool(earlier.get("deterministic"))
         env: dict[str, str] = dict(settings.worker.env)
         server_env: dict[str, str] = {}
         if deterministic:
@@ -172,6 +167,18 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: option.resolve(given.get(name)) for name, option in OPTIONS.items()}
     # None means no folder, and not the default.
     return values if given.get("log_dir", "") is not None else {**values, "log_dir": None}
+
+
+def _with_earlier(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a run has from an earlier run, unless they are given."""
+    run_config = with_rounds(values["run_config"] or {}, values["rounds"], "rounds", "run_config")
+    seed, table = values["seed"], values["clients"]
+    return {
+        "run_config": {**earlier.get("run_config", {}), **run_config},
+        "seed": earlier.get("seed", secrets.randbelow(_SEEDS)) if seed is None else seed,
+        "clients": earlier.get("clients_table", {}) if table is None else table,
+        "deterministic": values["deterministic"] or bool(earlier.get("deterministic")),
+    }
 
 
 def _components(
