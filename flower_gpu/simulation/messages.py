@@ -24,9 +24,8 @@ Then a message is retried at two levels, from the inside to the outside:
 
 1. If the worker of a single message dies or cannot start, a new worker handles the message again. ``tries``
    limits the number of attempts.
-2. A batch that runs out of GPU or main memory is split into smaller batches, and later batches are smaller,
-too.
-   If several tries are allowed and the worker of a batch dies, the batch is split into single messages,
+2. A batch that runs out of GPU or main memory is split into smaller batches, and later batches are smaller
+   too. If several tries are allowed and the worker of a batch dies, the batch is split into single messages,
    because any of them may have ended the worker.
 
 A retry happens only while the message is still in the mapping, so a cancelled message is not handled again.

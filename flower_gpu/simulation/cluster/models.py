@@ -76,7 +76,7 @@ class PackedMessage:
 
 
 class LastUsedModels(Generic[_K, _V]):
-    """Models in the order of their last use. Models that were not used for long leave. Thread-safe.
+    """Models in the order of their last use. The least recently used models are dropped. Thread-safe.
 
     ``kept_bytes``: size up to which more than the first few models are kept; by default, a part of the
     memory.
