@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -135,11 +135,11 @@ def variables() -> Iterator[FindingParts]:
         elif name == LEASE and value:
             todo = f"unset {LEASE}, unless this is a worker"
             yield "problem", f"{LEASE} is set: calls from here count as part of a worker's call", todo
-        elif reason := _refused(_read, {name: value}):
+        elif reason := _refused({name: value}):
             yield "problem", reason, f"correct or unset {name}"
         else:
             fine[name] = value
-    if reason := _refused(_read, fine):
+    if reason := _refused(fine):
         yield "problem", reason, "unset one of them"
     elif fine:
         yield "ok", ", ".join(f"{name}={value}" for name, value in fine.items())
@@ -153,18 +153,14 @@ def _unknown(name: str) -> FindingParts:
     return "problem", f"{name} is set, but nothing reads it", todo
 
 
-def _read(environ: Mapping[str, str]) -> None:
-    for name in environ:
-        if name in VARIABLES:
-            VARIABLES[name].resolve(None, environ)
-    # Some values are invalid only on this host, such as more cores than it has.
-    command_settings({}, environ)
-
-
-def _refused(read: Callable[[Mapping[str, str]], None], environ: Mapping[str, str]) -> str:
+def _refused(environ: Mapping[str, str]) -> str:
     """Return the reason why variables are invalid, or "" if they are valid."""
     try:
-        read(environ)
+        for name in environ:
+            if name in VARIABLES:
+                VARIABLES[name].resolve(None, environ)
+        # Some values are invalid only on this host, such as more cores than it has.
+        command_settings({}, environ)
     except (ValueError, TypeError) as error:  # a ConfigError is a ValueError
         return str(error)
     return ""
