@@ -15,6 +15,6 @@ test_versions() {
     tests/simulation/test_simulate_runs.py::test_each_message_has_its_own_worker_and_states_are_kept
     tests/simulation/test_flowers_grid.py)
   local with_torch=(tests/cuda_stub/test_on_gpu.py tests/frameworks/test_cap.py tests/frameworks/test_pytorch_memory.py
-    tests/frameworks/test_out_of_memory.py tests/pytorch/test_leased_worker.py)
+    tests/frameworks/test_out_of_memory.py tests/calls/test_leased_worker.py)
   bare "$1" -m pytest -q -p no:cacheprovider -n 2 --dist loadfile "${with_flwr[@]}" "${with_torch[@]}"
 }
