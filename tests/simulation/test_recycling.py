@@ -124,11 +124,12 @@ def test_random_numbers_do_not_depend_on_earlier_messages_of_the_worker(
 def test_a_failed_message_leaves_the_state_unchanged(new_handler: Callable[..., Handler]) -> None:
     handler = new_handler(5)
     handler(0)
+    learned = list(handler.learned)
     assert handler.error(0, "fail").startswith("train of client 0: ValueError: of the app")
     assert "exited with code 3" in handler.error(0, "die")
+    assert handler.learned == learned
     assert handler.times(0) == 1
     assert handler(0)["times"] == 2
-    assert len(handler.learned) == 2
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,8 @@ def test_reused_workers_handle_each_message_once(new_handler: Callable[..., Hand
     assert len({entry["pid"] for entry in facts}) == 1
     assert [handler.times(node) for node in range(4)] == [3] * 4
     assert handler.handler.facts()["recycling"] == {"calls_per_worker": MANY, "is_used_again": True}
-    assert handler.learned == [number % 4 for number in range(12)]
+    # The first call may import modules. Then its duration is not learned.
+    assert handler.learned[-11:] == [number % 4 for number in range(1, 12)]
 
 
 def test_a_deterministic_run_retries_a_message_whose_worker_died(
