@@ -481,7 +481,6 @@ for _ in range(5):
     run_script(
         WRITER + script,
         str(tmp_path / "checkpoint"),
-        str(Path(__file__).parent),
         str(Path(__file__).parents[2]),
     )
 
@@ -552,6 +551,5 @@ assert check_complete(folder) == 5
     run_script(
         WRITER + script,
         str(tmp_path / "checkpoint"),
-        str(Path(__file__).parent),
         str(Path(__file__).parents[2]),
     )
