@@ -97,7 +97,10 @@ class Terminal:
         self._leave_screen()
         signal.set_wakeup_fd(-1)
         for number, handler in self._signals.items():
-            signal.signal(number, handler)
+            # A write to a terminal that is being closed may fail before SIGHUP arrives. That signal must not
+            # end this process, whose exit status already tells the reason.
+            is_late = number == signal.SIGHUP and self.status == 128 + signal.SIGHUP
+            signal.signal(number, signal.SIG_IGN if is_late else handler)
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw a snapshot on the whole screen."""
