@@ -6,6 +6,7 @@ so a name cannot send commands to the terminal.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ def coloured(text: Text) -> str:
 
 @cache
 def _console(no_color: bool) -> Console:
-    return Console(color_system="standard", force_terminal=True, no_color=no_color, highlight=False)
+    # After a capture, rich also writes to its file, and standard output may be a terminal that has gone.
+    return Console(
+        file=io.StringIO(), color_system="standard", force_terminal=True, no_color=no_color, highlight=False
+    )
 
 
 def joined(width: int, *fields: tuple[int, str, str], gap: str = "  ") -> Text:
