@@ -52,8 +52,10 @@ class Shell:
             "HOME": str(folder),
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "FLOWER_GPU_STATE_DIR": str(self.state),
-            # Fork servers exit soon after the test.
+            # Fork servers exit soon after the test. They may start slowly on a busy machine, and the notice
+            # about this wait must not be in the output of the commands.
             "FLOWER_GPU_SERVER_IDLE_S": "1",
+            "FLOWER_GPU_SAY_WAIT_S": os.environ["FLOWER_GPU_SAY_WAIT_S"],
         }
         self._started: list[subprocess.Popen[str]] = []
 

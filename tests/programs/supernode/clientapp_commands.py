@@ -37,7 +37,7 @@ class Commands:
     def __init__(self, folder: Path, more: Mapping[str, str]) -> None:
         self.folder = folder
         self._ours = ""
-        kept = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
+        kept = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S", "FLOWER_GPU_SAY_WAIT_S")
         self.env = {
             name: value
             for name, value in os.environ.items()
