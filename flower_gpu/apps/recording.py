@@ -8,7 +8,7 @@ last sample, so no sample follows ``run_finished``.
 
 **Registry.** ``flower-gpu top`` and the metrics exporter need to find the running runs of an account. Each
 run has a file with its :class:`RunningRun` in the state folder. The process of the run holds an exclusive
-lock on this file for as long as it lives, and removes the file at the end. The kernel releases the lock of a
+lock on this file until it ends, and then removes the file. The kernel releases the lock of a
 killed process, so a file without a lock belongs to a dead run. :func:`running_runs` finds out with a shared
 lock, and removes the files of dead runs.
 

@@ -35,7 +35,7 @@ H = TypeVar("H", bound=Handler)
 
 _DEFAULT: Final = "default"  # Flower's name for the action of a handler without one
 _MAX_MESSAGES: Final = 64
-_HANDLER: Final = "_flower_gpu_handler"  # attribute of the function that is registered with Flower
+_HANDLER: Final = "_flower_gpu_handler"  # attribute of the function registered with Flower
 _SEED: Final = "_flower_gpu_seed"  # attribute of a message
 _SEED_BITS: Final = 32  # as many as numpy.random.seed and scikit-learn accept
 

@@ -65,13 +65,13 @@ class Driver(Protocol):
         """Start the management library. Raises QueryError with the reason and a way out."""
 
     def why_late(self, query: str, waited_s: float) -> str:
-        """Return the problem of a library that has not answered a query for so many seconds."""
+        """Return the problem of a library that has not answered for ``waited_s`` seconds."""
 
     def create_files(self) -> None:
         """Create device files that the driver otherwise creates at the first use of a GPU."""
 
 
-#: All vendors. The first driver that is present on a host has its GPUs.
+#: All vendors. The first driver present on a host has its GPUs.
 DRIVERS: Final[tuple[Driver, ...]] = (NVIDIA(),)
 
 

@@ -112,14 +112,14 @@ class Inventory:
     def visible(self, value: str | None) -> tuple[GPU, ...]:
         """Return the GPUs that the vendor's variable makes visible, in its order, including broken GPUs.
 
-        The rules are those of CUDA for ``CUDA_VISIBLE_DEVICES``, as PyTorch applies them to count devices
+        CUDA has these rules for ``CUDA_VISIBLE_DEVICES``, as PyTorch applies them to count devices
         without starting CUDA. The value is a list of indices, of UUIDs or prefixes of UUIDs of GPUs, or of
         UUIDs of MIG devices, not mixed. The list ends at the first entry that does not exist. It is empty if
         a GPU is named twice.
 
         There are two differences. Indices are those of ``nvidia-smi``, as with
         ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. A card in MIG mode stands for all its MIG devices, because each
-        worker gets one of them. CUDA would show only one to a process.
+        worker gets a MIG device. CUDA would show only one to a process.
 
         ``value``: value of the variable, or None if it is not set and all GPUs are visible.
         """

@@ -135,7 +135,7 @@ class NVIDIASession:
         return [gpu for index in range(number) for gpu in self._read_card(index, processes)]
 
     def gpus_with(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
-        """Return memory and processes of these cards and MIG devices. Broken ones are left out."""
+        """Return memory and processes of these cards and MIG devices. Broken GPUs are left out."""
         gpus = []
         for uuid in uuids:
             self.query = f"about {uuid}"

@@ -94,7 +94,7 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         line = f"this node's policy is force, but no GPU can be used, so this call runs on the CPU: {why}"
         return Decision(warnings=(line,), is_serious=True)
     if use_gpu:
-        # Nothing is wrong on a machine that has no GPU.
+        # A machine without a GPU has no problem.
         absent = drivers.of_host().absent
         no_driver = f"{absent[0].upper()}{absent[1:]}: calls run on the CPU"
         return Decision(warnings=(no_driver if why.startswith(absent) else f"{_ON_CPU}: {why}",))

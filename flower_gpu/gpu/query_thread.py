@@ -164,7 +164,7 @@ class QueryThread:
                 self._last.wait(_CLOSE_S)
             query = self._put(_Query(self._close, is_last=True))
             query.answer(_CLOSE_S)
-            # Not self._thread: after a Ctrl-C, it may no longer be the thread that has answered.
+            # Not self._thread, because another thread may have answered after a Ctrl-C.
             query.thread.join()
             _wait_for_exit(query.thread)
 

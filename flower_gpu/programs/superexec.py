@@ -74,7 +74,7 @@ class SuperExecTime:
         self._longest_s = longest_s
 
     def sleep(self, seconds: float) -> None:
-        """Wait for a wake-up. Without a wake-up, wait at least as long as Flower asks for."""
+        """Wait for a wake-up. Without a wake-up, wait for at least the time that Flower requests."""
         self._wake_ups.wait(max(seconds, self._longest_s))
 
     def __getattr__(self, name: str) -> Any:

@@ -50,13 +50,13 @@ class HostMemory:
     def __init__(self, available: Callable[[], tuple[int, int]] = control_group.available_memory) -> None:
         self._available = available
         self._entered_at: dict[Entrant, float] = {}  # messages in flight
-        self._alone: list[Entrant] = []  # messages that are alone or wait to be, in order
+        self._alone: list[Entrant] = []  # messages alone, or waiting to be alone, in order
         #: Peak memory of the largest worker so far, in bytes.
         self.largest_bytes = 0
         self._measured_at, self._measured = -_LOOK_S, available()
 
     def enter(self, entrant: Entrant, *, has_lease: bool = False) -> bool:
-        """Let a message begin. Return False if it has to wait; call this again then.
+        """Let a message begin. Return False if the message has to wait. The caller then tries again.
 
         ``has_lease``: True if a worker with a lease on a GPU waits for the message.
         """

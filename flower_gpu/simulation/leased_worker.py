@@ -40,7 +40,7 @@ class Request:
     """The request of a message for a worker, with a lease and with main memory.
 
     ``label``: name of the message in texts.
-    ``check``: called repeatedly during waits. An error that it raises ends the wait.
+    ``check``: called repeatedly during waits. Its errors end the wait.
     ``leasing``: the message's leases. None: the worker needs no lease.
     ``gpu``: amount of a GPU, or None if the message runs on the CPU.
     ``max_calls``: maximum number of calls of the worker.
@@ -155,5 +155,5 @@ class LeasedWorker:
 
 
 def _size(leasing: Leasing) -> object:
-    """Return a value that is equal for calls that request leases of the same size."""
+    """Return a value to compare the sizes of the leases that calls request."""
     return leasing.settings.request, leasing.settings.compute, leasing.host.num_cpus

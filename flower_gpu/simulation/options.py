@@ -23,7 +23,7 @@ from flower_gpu.options import CALL, KEEP_GOING, LOG_DIR, RESUME, CallOptions, O
 #: Order of the messages of a round: the longest ones first, or the order in which they are sent.
 OrderWord = Literal["longest", "sent"]
 
-#: Lines of clients that are shown: the first lines of each round, all lines, or none.
+#: Shown lines of clients: the first lines of each round, all lines, or only in the file.
 ClientOutputWord = Literal["auto", "all", "file"]
 
 #: Number of lines of clients that ``auto`` shows after each start of a round.
@@ -173,7 +173,7 @@ class SimulationOptions(CallOptions, total=False):
     ]
 
 
-#: The options of a simulation without those of its calls, by their keywords.
+#: The options of a simulation without the options of its calls, by their keywords.
 OPTIONS: Final = MappingProxyType(
     {name: option for name, option in table_of(SimulationOptions).items() if name not in CALL}
 )

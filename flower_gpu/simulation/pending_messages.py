@@ -42,7 +42,7 @@ Races that follow from this:
   place would be wrong, because the reply counts already. So the set waits for the host's outcome, which says
   if the handling was cancelled in time.
 - The deadline passes while hosts still handle messages and sum their replies. The set fetches one last sum
-  from each host, and then closes the group. Replies that are added later are in no sum, so they are dropped.
+  from each host, and then closes the group. Later replies are in no sum, so they are dropped.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class PendingMessages:
         # Type of the last message. Nearly always, all messages of a set have the same type.
         self.kind = ""
         self._queue = LongestFirst() if queue is None else queue
-        #: The blocks that are not finished, by number. Empty if the queue has no blocks.
+        #: The unfinished blocks, by number. Empty if the queue has no blocks.
         self._blocks = self._queue.unfinished if isinstance(self._queue, NodeBlocks) else {}
         self._max_unread = max_unread
         self._counts_when_pulled = counts_when_pulled
@@ -476,7 +476,7 @@ class PendingMessages:
             job.partial_sum is not block.partial_sum for job in self.running.values()
         )
 
-    # What the ServerApp takes
+    # The ServerApp's side
 
     @property
     def can_collect(self) -> bool:
@@ -547,7 +547,7 @@ class PendingMessages:
         return self._queue.remove(self._unanswered)
 
     def stop(self) -> None:
-        """Stop waiting for replies, because the deadline has passed. Replies that have arrived stay."""
+        """Stop waiting for replies, because the deadline has passed. Replies stay after their arrival."""
         self._is_late = True
         self.clear_queue()
 

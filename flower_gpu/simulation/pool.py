@@ -9,10 +9,9 @@ the ledger that cannot be granted otherwise.
 
 The objects. A :class:`LeasedWorker` is a process with its lease. It is in use by one message, or *parked*
 here, and any message may take it. A :class:`Request` is what a message needs. It gets, in this order: the
-latest parked worker with a suitable lease, or a new lease, for which a parked worker without one is used if
-possible. A message on the CPU may also run without a lease, because the run handles one more message than the
-cores have leases. All three resources pass this one gate: a message that waits holds nothing that others wait
-for.
+latest parked worker with a suitable lease, or a new lease, if possible for a parked worker without a lease. A
+message on the CPU may also run without a lease, because the run handles one more message than the cores have
+leases. All three resources pass this one gate: a waiting message holds no resource that others wait for.
 
 Who calls what:
 
@@ -52,7 +51,7 @@ The races:
 
 Alternatives. Three gates, one for each resource, needed three queues, two threads, and rules for the order in
 which a message passes them. Main memory in the same ticket would make a second try wait for other runs, and
-the first messages of a run would start one by one, because nothing is known of their memory. A single thread
+the first messages of a run would start one by one, because their memory is unknown. A single thread
 that waits for all workers would need an asynchronous version of each step of a call; the threads cost little,
 because they only wait. A poll of the ledger after each message would cost more than the watcher.
 """
@@ -94,7 +93,7 @@ _POLL_S: Final = 0.2
 
 
 class _WorkerIsParkedError(Exception):
-    """Ends a message's wait in the ledger, because a parked worker has the lease that it needs."""
+    """Ends a message's wait in the ledger, because a parked worker has a suitable lease."""
 
 
 class WorkerPool:
@@ -120,7 +119,7 @@ class WorkerPool:
         self.admit_lines = admit_lines
         #: Decides which messages have room in main memory.
         self.memory = HostMemory()
-        #: Number of messages that had to wait for main memory.
+        #: Number of messages with a wait for main memory.
         self.memory_waits = 0
         # The state of this process does not matter for the choice, because this process is never forked.
         self.choose = functools.cache(methods.choose)
@@ -319,7 +318,7 @@ class WorkerPool:
         return LeasedWorker()
 
     def _acquire(self, request: Request, worker: LeasedWorker) -> bool:
-        """Acquire a new lease for a request. Return False if a parked worker has the lease that it needs."""
+        """Acquire a new lease for a request. Return False if a parked worker has a suitable lease."""
         assert request.leasing is not None
         began = time.monotonic()
 
@@ -397,9 +396,9 @@ class WorkerPool:
         return False
 
     def _others(self) -> list[Entry]:
-        """Return the requests that wait in the ledger, those of this run too.
+        """Return the waiting requests in the ledger, including requests of this run.
 
-        This does not acquire the ledger's mutex. A ticket that is just being written is seen next time.
+        This does not acquire the ledger's mutex. A half-written ticket is seen next time.
         Without a wake-up, the ledger is read every ``_LOOK_S`` seconds only.
         """
         now = time.monotonic()
@@ -442,7 +441,7 @@ class WorkerPool:
         for thread in threads:
             thread.join()
         with self._lock:
-            # They come first, because those with a process are used before them.
+            # They come first in the list, because workers with a process are used before them.
             self._parked[:0] = workers
             self._serve()
 
@@ -461,7 +460,7 @@ class WorkerPool:
     # The watcher
 
     def _watch_ticket(self, worker: LeasedWorker) -> None:
-        """Watch a new lease. If that is impossible, the lease ends with its call."""
+        """Watch a new lease. Without a watcher, the lease ends with its call."""
         assert worker.ticket is not None
         self._leased.append(worker)
         self._watched[worker.ticket.wake_descriptor] = worker.ticket
@@ -503,7 +502,7 @@ class WorkerPool:
     def _to_end(self, events: Collection[int], *, is_late: bool) -> list[LeasedWorker]:
         """Remove the parked workers whose leases are in the way of others, and return them.
 
-        ``events``: descriptors that are readable.
+        ``events``: readable descriptors.
         ``is_late``: True if a look for requests without a wake-up is due, after ``_LOOK_S`` seconds.
         """
         with self._lock:
@@ -564,7 +563,7 @@ class WorkerPool:
 
 
 def _is_same(entry: Entry, lease: Entry) -> bool:
-    """Return True if a request of this run needs the same as one of its leases."""
+    """Return True if a request of this run matches a lease of the run."""
     if (entry.count, entry.host_needs) != (lease.count, lease.host_needs):
         return False
     return all(map(_is_alike, entry.gpu_needs, lease.gpu_needs))

@@ -21,7 +21,7 @@ The order of :data:`ALL` is the order in which a worker puts its grants into for
 
 All combinations are allowed, except for ranks of a confined worker, which the confinement refuses. A call
 with ``in-process`` has neither the driver's cap, the guard nor a confinement, because this process could
-not take them back. Such a call fails if the operator requires one of them.
+not take them back. Such a call fails if the operator requires any of these.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def of_lease(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(terms: Terms) -> dict[str, str]:
-    """Return the variables of a worker, with those that the user gave for the call."""
+    """Return the variables of a worker, including the user's variables for the call."""
     granted = {name: value for grant in ALL for name, value in grant.environment(terms).items()}
     return {**terms.settings.worker.env, **granted}
 

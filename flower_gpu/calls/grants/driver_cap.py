@@ -2,8 +2,8 @@
 
 Any code that allocates more gets CUDA's ordinary out-of-memory error. The limits need driver 615, control
 groups of version 2 and root's permission to set them. The worker itself creates and joins its group
-(:func:`join`). Other processes remove the groups of dead workers (:func:`remove_stale`), so a kill at any
-moment leaves nothing behind for long.
+(:func:`join`). Other processes remove the groups of dead workers (:func:`remove_stale`), so the groups of
+killed workers disappear soon.
 
 Sources: "MPS v3 Memory Partitioning"
 (https://docs.nvidia.com/deploy/mps/latest/mpsv3-memory-partitioning.html), nvmlDeviceSetMemoryLimits_v1 in
@@ -240,7 +240,7 @@ def _create(parent: Path) -> tuple[Path, int]:
 
 
 def _lock(group: Path) -> int:
-    """Lock a group until the returned descriptor is closed. Raises OSError if it is locked already."""
+    """Lock a group until the returned descriptor is closed. Raises OSError if it is taken."""
     lock = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Terms:
-    """A call whose worker is about to start, as grants see it in the caller's process."""
+    """A call before the start of its worker, as grants see it in the caller's process."""
 
     settings: CallSettings
     method: StartMethod
@@ -50,7 +50,7 @@ class Grant:
     def adjust(self, lease: Lease, terms: Terms) -> Lease:
         """Return the lease on GPUs, which was acquired for this call, as the worker gets it.
 
-        Raises GPUUnavailableError if that is impossible.
+        Raises GPUUnavailableError if the worker cannot have it.
         """
         return lease
 
@@ -58,7 +58,7 @@ class Grant:
         """Return the variables that follow from a lease on GPUs. They stay fixed in the worker.
 
         ``lease``: None for a worker without a GPU.
-        ``environ``: variables that are set already, with settings of the user.
+        ``environ``: present variables, with the user's settings.
         """
         return {}
 
@@ -85,7 +85,7 @@ class Grant:
         return ""
 
     def in_worker(self, lease: Lease | None) -> AbstractContextManager[None] | None:
-        """Put the grant into force in this worker. Return a context for the task, or None if it needs none.
+        """Put the grant into force in this worker. Return a context for the task, or None.
 
         ``lease``: the lease of the worker on GPUs, or None.
         """

@@ -144,7 +144,7 @@ def _no_guard(reason: str) -> str:
     return f"no GPU guard: apps can use any GPU of this host ({reason})"
 
 
-# Prints why a new process of this Python cannot be restricted, or nothing.
+# Prints why a new process of this Python cannot be restricted, or an empty text.
 _TRIAL: Final = """
 from flower_gpu import landlock
 try:

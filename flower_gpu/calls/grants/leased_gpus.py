@@ -17,7 +17,7 @@ class LeasedGPUs(Grant):
     """The visible GPUs of a worker."""
 
     def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
-        """Show the GPUs of the lease, or none."""
+        """Show only the GPUs of the lease."""
         visible = drivers.of_host().visible_variable
         if lease is None:
             return {visible: "", VARIABLE: ""}
@@ -35,7 +35,7 @@ class LeasedGPUs(Grant):
 
     @contextmanager
     def in_worker(self, lease: Lease | None) -> Iterator[None]:
-        """Add the numbers of this worker's GPUs to an error about a number that it does not have.
+        """Add the numbers of this worker's GPUs to an error about an invalid number.
 
         An app that chooses ``cuda:1`` for its second client works without leases on a host with two GPUs. In
         the worker of that client, CUDA says "invalid device ordinal", and nothing about the reason.

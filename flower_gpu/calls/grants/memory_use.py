@@ -34,7 +34,7 @@ _FIRST_LOOK_S = 0.05
 _INTERVAL_S = 0.5
 # Maximum wait for the last look, so that a driver that hangs does not delay the result
 _LAST_LOOK_S = 5.0
-# A GPU with less free memory is full: cuBLAS and cuDNN alone need about as much.
+# A GPU with less free memory is full, because cuBLAS and cuDNN alone need this amount.
 _NEXT_TO_NONE_BYTES = 256 << 20
 # Number of queries after which a driver without an answer is not queried again
 _LOOKS_FOR_CONTEXT = 20
@@ -240,7 +240,7 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
 
 
 def _was_short(watch: _UsageWriter, figures: Sequence[Figures] | None) -> bool:
-    """Return True if an allocator was refused memory during the call, or a GPU has next to none left."""
+    """Return True if an allocator was refused memory during the call, or a GPU is almost full."""
     counts_before = [gpu.num_ooms for gpu in watch.figures_before or ()]
     refused = [
         gpu.num_ooms - count

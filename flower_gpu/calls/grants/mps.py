@@ -152,9 +152,9 @@ class MPSShare(Grant):
         )
 
     def in_worker(self, lease: Lease | None) -> None:
-        """Check that this worker can use no more of its GPU's processors than its share. Starts CUDA.
+        """Check that this worker's share limits its use of the GPU's processors. Starts CUDA.
 
-        Does nothing without a daemon. In a call with ranks, each rank checks its own GPU.
+        Has no effect without a daemon. In a call with ranks, each rank checks its own GPU.
         Raises GPUUnavailableError if the worker has more than its share, or CUDA does not start.
         """
         if lease is not None and len(lease.shares) == 1 and _is_of_run(os.environ):

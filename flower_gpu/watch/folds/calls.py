@@ -1,4 +1,4 @@
-"""Folds the events of workers and of the calls that they handle."""
+"""Folds the events of workers and of their calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OutOfMemory:
 
 
 class CallFold:
-    """The workers of a run, and the calls that they handle."""
+    """The workers of a run, and their calls."""
 
     def __init__(
         self, hosts: HostFold, leases: LeaseFold, rounds: RoundFold, tally: Tally, *, keep_finished: bool
@@ -62,7 +62,7 @@ class CallFold:
 
     @property
     def running(self) -> list[WorkerSpan]:
-        """Workers that have not finished, oldest first."""
+        """Unfinished workers, oldest first."""
         return list(self._running.values())
 
     @property

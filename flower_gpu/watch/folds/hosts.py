@@ -13,13 +13,13 @@ from flower_gpu.watch.folds.run import RunFold
 from flower_gpu.watch.folds.tally import Tally
 
 _MAX_NODES: Final = 50  # limit for each host name
-#: Events that are processed even if they name a lost host. Other events of a lost host come too late.
+#: Events to process even if they name a lost host. Other events of a lost host come too late.
 _EVENTS_ABOUT_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
 
 @dataclass
 class GPUInfo:
-    """A GPU that is available to a run. A size is None until an event reports it."""
+    """A GPU of a run. A size is None until an event reports it."""
 
     uuid: str
     index: int = -1

@@ -73,7 +73,7 @@ class LeaseFold:
 
     @property
     def waiting(self) -> list[LeaseSpan]:
-        """Requests that are waiting for a lease, oldest first."""
+        """Requests without a lease so far, oldest first."""
         return list(self._waiting.values())
 
     def by_id(self, lease: str) -> LeaseSpan | None:

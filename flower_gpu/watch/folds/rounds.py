@@ -104,7 +104,7 @@ def first_metrics(metrics: object) -> dict[Any, Any]:
 
 
 def numbers_of(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """Return the numeric metrics, including values that are infinite or NaN."""
+    """Return the numeric metrics, including infinite values and NaN."""
     numbers = {
         str(name): value if isinstance(value, float) else number(value) for name, value in metrics.items()
     }
@@ -141,7 +141,7 @@ class RoundFold:
         self.rounds_ended_at: float | None = None
         self._sent = self._failed = 0  # number of messages in finished parts
         self._sent_before_resume = 0  # number of messages in parts that finished before the last resume
-        # Number of replies in parts that have not finished. The keys are round, task, and True for error
+        # Number of replies in unfinished parts. The keys are round, task, and True for error
         # replies.
         self._replied: Counter[tuple[int | None, str, bool]] = Counter()
         # Numbers of sent and failed messages, as reported at the end of the run
@@ -156,7 +156,7 @@ class RoundFold:
 
     @property
     def numbered_parts(self) -> list[RoundPart]:
-        """Finished parts of all rounds that have a number."""
+        """Finished parts of all numbered rounds."""
         return [part for part in self._parts.values() if part.round is not None]
 
     def newest_parts(self) -> Iterator[RoundPart]:
@@ -180,7 +180,7 @@ class RoundFold:
 
     @property
     def messages_failed(self) -> int:
-        """Number of finished messages that have failed."""
+        """Number of failed messages."""
         if self._final_counts is not None:
             return self._final_counts[1]
         return self._failed + sum(count for (*_, is_error), count in self._replied.items() if is_error)
@@ -303,7 +303,7 @@ class RoundFold:
             self._forget_old(part)
 
     def _forget_old(self, finished: RoundPart) -> None:
-        """Drop the oldest part if there are too many, and most metrics of a part that is no longer recent."""
+        """Drop the oldest part above the limit, and most metrics of parts that are no longer recent."""
         drop_oldest(self._parts, _MOST_PARTS)
         drop_oldest(self._last_metrics, KEPT_ENTRIES)
         drop_oldest(self._open_ends, KEPT_ENTRIES)

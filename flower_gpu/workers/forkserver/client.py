@@ -211,7 +211,7 @@ class Forked:
 
 
 def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> ServerPlace:
-    """Return a place at a fork server that fits ``call``. Start a server if none is running.
+    """Return a place at a fork server that fits ``call``. Start a server unless one is running.
 
     ``variables``: environment variables that the task's module is known to set. The worker starts with them,
     and the libraries of its server must have read the same values.
