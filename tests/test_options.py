@@ -91,6 +91,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout_s": True}, TypeError, f"timeout_s {SECONDS} a bool: True"),
     ({"on_oom": "pray"}, ConfigError, "on_oom='pray' is not one of retry, cpu, fail"),
     ({"gpus": 1}, TypeError, "no option 'gpus'; there are start_method, timeout_s"),
+    ({"env": 3}, TypeError, "env must be a mapping of names to strings, not a int"),
     ({"env": {"A": None}}, ConfigError, "env maps names to strings, and A has a NoneType"),
 ]
 

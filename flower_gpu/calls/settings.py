@@ -193,6 +193,8 @@ def call_settings(
 
 
 def _checked_env(env: Mapping[str, str]) -> Mapping[str, str]:
+    if not isinstance(env, Mapping):
+        raise TypeError(f"env must be a mapping of names to strings, not a {type(env).__name__}")
     for key, value in env.items():
         if not isinstance(key, str):
             raise ConfigError(f"env maps names to strings, and {key!r} is not a valid name")

@@ -165,6 +165,9 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS:
             raise TypeError(f"no option {name!r}; there are {', '.join((*OPTIONS, *CALL))}")
     values = {name: option.resolve(given.get(name)) for name, option in OPTIONS.items()}
+    run_config = values["run_config"]
+    if run_config is not None and not isinstance(run_config, Mapping):
+        raise TypeError(f"run_config must be a mapping of keys to values, not a {type(run_config).__name__}")
     # None means no folder, and not the default.
     return values if given.get("log_dir", "") is not None else {**values, "log_dir": None}
 
@@ -190,6 +193,8 @@ def _components(
         if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
             raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
         return _UNNAMED, None, server, client
+    if not isinstance(app, str | os.PathLike):
+        raise TypeError(f"an app is a folder, or a ServerApp and a ClientApp, not a {type(app).__name__}")
     loaded = FlowerApp.load(Path(app))
     return loaded.name, loaded.path, loaded.serverapp, AppReference(loaded.path, loaded.clientapp)
 

@@ -199,3 +199,15 @@ def test_a_run_without_a_folder_has_no_report(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match=r"there is no report of this run.*log_dir=None"):
         result.report()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("app", "options", "words"),
+    [
+        ((server_app, client_app), {"run_config": [1]}, "run_config must be a mapping .* not a list"),
+        (3, {}, "an app is a folder, or a ServerApp and a ClientApp, not a int"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(app: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        simulate(app, 1, log_dir=None, progress=False, **options)
