@@ -53,5 +53,7 @@ def test_simulation_measures_each_engine(figures: Figures) -> None:
 def test_cluster_counts_the_bytes_between_two_hosts(figures: Figures) -> None:
     """The app itself checks that all clients have replied and that the model is correct."""
     (wire,) = figures("cluster", "--quick", "--only", "wire")["wire"]
-    assert wire["down_bytes"] > 0 and wire["up_bytes"] > wire["sum_bytes"] == 2 * wire["model_bytes"]
+    # On a busy machine, the other host may handle all messages of a round.
+    assert wire["up_bytes"] * wire["rounds"] > wire["sum_bytes"] == 2 * wire["model_bytes"]
+    assert wire["down_bytes"] > 0
     assert wire["driver_peak_rss_mb"] > 20 and wire["agent_peak_rss_mb"] > 20
