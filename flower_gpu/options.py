@@ -1,6 +1,6 @@
 """The table of all options, and how their values are resolved.
 
-    CallOptions, VARIABLES, launch.options.LaunchOptions       one line for each option
+    CallOptions, SimulationOptions, LaunchOptions, VARIABLES   one line for each option
       |-> Option.resolve()            the value, from the first source that sets it
       |-> resolve_all()               the values of the options of a call, for calls/settings.py
       |-> environment()               the environment of the processes that a command starts

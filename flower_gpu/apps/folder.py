@@ -31,7 +31,7 @@ _LOCK_WAIT_S = 1.0
 
 
 class RunFolder:
-    """The paths of a run's files. No other module of the package contains their names."""
+    """The paths of a run's files. Other modules have the names of the trace and of the clients' log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

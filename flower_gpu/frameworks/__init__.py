@@ -1,7 +1,7 @@
 """PyTorch, TensorFlow (with Keras) and JAX, as far as the engine has to know them: one file for each.
 
-Other rooms call the functions of this module. Only the fork server names torch, because it always imports
-it::
+Other rooms call the functions of this module. A few also name torch, because they start processes that import
+it, or compare its versions::
 
     fork server   read_at_import, comes_before, seed_fork ───┐
     worker        environment, held_to, figures, threads ────┼──>  ALL = (PyTorch, TensorFlow, JAX)

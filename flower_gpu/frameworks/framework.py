@@ -73,7 +73,10 @@ class Hold:
 
 
 class Framework:
-    """One framework. No method imports it, and all except the two cap_ methods need it to be loaded."""
+    """One framework. No method imports it.
+
+    The methods about variables, error texts and threads are also called while the framework is not loaded.
+    """
 
     name = ""  # for messages
     module = ""  # top-level module

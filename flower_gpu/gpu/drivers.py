@@ -1,7 +1,8 @@
 """The drivers of GPUs: one file for each vendor, and a line in :data:`DRIVERS`.
 
-The rest of the package knows GPUs only through :mod:`.inventory`, and drivers only through this module. A
-driver has the names of its variables and device files, and a :class:`DriverSession` that reads its GPUs.
+The rest of the package reads GPUs through :mod:`.inventory`, and drivers through this module. The exception
+is MPS, which only NVIDIA has. A driver has the names of its variables and device files, and a
+:class:`DriverSession` that reads its GPUs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from flower_gpu.gpu.nvidia import NVIDIA
 
 
 class DriverSession(Protocol):
-    """The management library of a driver, started in this process. All methods raise QueryError.
+    """The management library of a driver, started in this process.
 
-    A session is used by one thread at a time, and not by a fork.
+    All methods except :meth:`close` may raise QueryError. Only one thread at a time may use a session. A fork
+    must not use it.
     """
 
     driver_version: str | None  # as the vendor's tools show it, or None if unknown
@@ -31,7 +33,10 @@ class DriverSession(Protocol):
         """
 
     def gpus_with(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
-        """Return memory and processes of these GPUs, without opening others. Broken GPUs are left out."""
+        """Return these GPUs with their memory and processes, without opening other GPUs.
+
+        Broken GPUs are omitted.
+        """
 
     def temperatures(self) -> dict[str, int]:
         """Return the temperatures of the GPUs found by :meth:`gpus` in degrees Celsius, by UUID."""
@@ -50,9 +55,9 @@ class Driver(Protocol):
     """The driver of one vendor's GPUs."""
 
     name: str  # name of the vendor, for messages
-    visible_variable: str  # variable with the GPUs that a process can see, see :meth:`.Inventory.visible`
+    visible_variable: str  # variable that selects the visible GPUs, see :meth:`.Inventory.visible`
     variables: Mapping[str, str]  # further variables of each worker with a GPU
-    absent: str  # start of the error of :meth:`start` if this driver is not installed
+    absent: str  # beginning of the error that :meth:`start` raises if this driver is not installed
     no_gpu: str  # problem of a host on which the driver runs, but shows no GPU
     device_prefix: str  # start of the names of its files and folders in ``/dev``
     pci_vendor: str  # number of the vendor in PCI's table of identifiers, such as ``0x10de``
@@ -71,16 +76,19 @@ class Driver(Protocol):
         """Create device files that the driver otherwise creates at the first use of a GPU."""
 
 
-#: All vendors. The first driver present on a host has its GPUs.
+#: The drivers of all vendors. A host uses the first one that is present.
 DRIVERS: Final[tuple[Driver, ...]] = (NVIDIA(),)
 
 
 @cache
 def of_host() -> Driver:
-    """Return the driver of this host's GPUs. Without a driver it is the first one, which says so."""
+    """Return the driver of this host's GPUs.
+
+    If no driver is present, return the first one, whose error says so.
+    """
     return next((driver for driver in DRIVERS if driver.is_present()), DRIVERS[0])
 
 
 def hides_all(environ: Mapping[str, str]) -> bool:
-    """Return True if a process with this environment can see no GPU, as a worker without a lease."""
+    """Return True if this environment hides all GPUs from a process, as for a worker without a lease."""
     return environ.get(of_host().visible_variable) == ""

@@ -16,14 +16,14 @@ from flower_gpu.leases.ledger import Claimant
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers.caller import Line
 
-# Seconds that a lease on cores stays with the run even if others wait, as long as messages follow one
-# another. Without such a turn, short messages would spend much of their time on requests to the ledger.
+# Seconds after its grant during which a lease on cores stays with the run, even if others wait. Without such
+# a turn, short messages would spend much of their time on requests to the ledger.
 _TURN_S: Final = 0.5
 
 
 @dataclass(frozen=True)
 class CoreShare:
-    """The cores of a message on the CPU that requests no number of cores.
+    """The default lease on cores, for messages on the CPU without ``num_cpus``.
 
     ``amount``: thousandths of a core.
     ``max_leases``: maximum number of leases of this amount. A further message runs without a lease.
@@ -37,11 +37,11 @@ class CoreShare:
 
 @dataclass(eq=False)
 class Request:
-    """The request of a message for a worker, with a lease and with main memory.
+    """A message's request for a worker, a lease and main memory.
 
     ``label``: name of the message in texts.
     ``check``: called repeatedly during waits. Its errors end the wait.
-    ``leasing``: the message's leases. None: the worker needs no lease.
+    ``leasing``: acquires leases for the message. None: the worker needs no lease.
     ``gpu``: amount of a GPU, or None if the message runs on the CPU.
     ``max_calls``: maximum number of calls of the worker.
     """
@@ -62,17 +62,17 @@ class Request:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other message may be in flight, because the worker ran out of main memory before."""
+        """True if the message must run alone, because its previous worker ran out of main memory."""
         return self.leasing is not None and self.leasing.asks_for_all_memory
 
     @property
     def is_usual(self) -> bool:
-        """False for a second try after GPU memory ran out, which requests more than other calls."""
+        """False for a retry after GPU memory ran out, because a retry changes the request."""
         return self.leasing is None or self.gpu in (None, self.leasing.settings.request)
 
     @property
     def kind(self) -> str:
-        """Queue of the request: one usual request of each kind waits in the ledger at a time."""
+        """Name of the request's queue. At most one usual request of each queue waits in the ledger."""
         return CORES if self.leasing is None or self.gpu is None else self.leasing.key.task
 
     def can_use(self, worker: LeasedWorker) -> bool:
@@ -85,14 +85,14 @@ class Request:
 class LeasedWorker:
     """A worker process, and the lease on a GPU or on cores under which it runs.
 
-    A lease on a GPU is also held by the process, and lasts as long as the process. A lease on cores is
-    held by this process only, so it can be released without ending the worker.
+    The worker process also holds a lease on a GPU, so the lease lasts until the worker process ends. Only the
+    process of the run holds a lease on cores, so it can be released while the worker lives.
 
     ``line``: runs the calls.
     ``ticket``: the ticket of the lease, or None without a lease.
     ``lease``: the lease on a GPU, or None.
     ``cores``: thousandths of a core of a lease on cores, otherwise 0.
-    ``leasing``: the call that acquired the lease.
+    ``leasing``: the object that acquired the lease.
     ``turn_ends``: time until which a lease on cores stays with the run, even if other runs wait.
     ``is_for_one_call``: True if the worker ends after its call.
     """
@@ -111,13 +111,13 @@ class LeasedWorker:
     def acquire(self, request: Request, leasing: Leasing) -> None:
         """Acquire the lease of a request. Blocks until the ledger grants it.
 
-        ``leasing``: the leases of the request, with the deadline of the wait.
+        ``leasing``: acquires the lease, with the deadline of the wait.
         """
         if request.gpu is not None:
             self.line.retire()
             self.lease, self.ticket = self._grant.enter_context(leasing.hold(request.gpu))
-            # Do not keep a lease that is larger than other calls need: the lease of a measured call is a
-            # whole GPU, and a second try requests more than other calls.
+            # Do not keep a lease that is larger than other calls need. The first call of a task gets a whole
+            # GPU to measure its need, and a retry may request more than other calls.
             self.is_for_one_call = not (request.is_usual and leasing.may_have(self.lease))
         else:
             ledger, needs = leasing.ledger(), (HostNeed(CORES, request.cores, least=request.cores),)
@@ -134,13 +134,13 @@ class LeasedWorker:
             self.ticket.relabel(label)
 
     def suits(self, leasing: Leasing) -> bool:
-        """Return True if a call can have the lease on a GPU: it requests and needs about the same."""
+        """Return True if a call with an equal request and a similar need can use this lease on a GPU."""
         if self.lease is None or _size(self.leasing) != _size(leasing):
             return False
         return leasing.may_have(self.lease)
 
     def give_way(self) -> None:
-        """Release the lease. A process on a GPU ends before, which takes seconds."""
+        """Release the lease. If it is on a GPU, end the worker process first, which takes seconds."""
         if self.lease is not None:
             self.line.retire()
         self.ticket = self.lease = None
@@ -148,7 +148,7 @@ class LeasedWorker:
         self._grant.close()
 
     def close(self) -> None:
-        """End the process in order, and release the lease and the place at the fork server."""
+        """Let the process exit, and release the lease and the place at the fork server."""
         self.line.retire()
         self.line.close()
         self.give_way()

@@ -1,4 +1,7 @@
-"""The worker of one assignment: taken from the run's pool for each try of its call, and put back after it."""
+"""The worker of one assignment.
+
+It is taken from the run's pool for each try of the call, and put back after the try.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ from flower_gpu.workers.methods import StartMethod
 class MessageWorker(Workers):
     """Runs the call of one assignment, in workers of a pool.
 
-    Any thread may call :meth:`cancel`. ``_lock`` protects the current worker, so that ``cancel`` never ends
-    the call of another assignment, to which the worker has gone on.
+    Any thread may call :meth:`cancel`. ``_lock`` protects the current worker. Otherwise ``cancel`` could end
+    the call of the next assignment of that worker.
 
     ``max_calls``: maximum number of calls per worker.
     ``is_used_again``: True if the worker of the call had run earlier calls.
     ``is_cancelled``: True if the assignment was cancelled.
     ``max_messages``: number of messages that the app handles at once, as the worker reported.
-    ``ready_s``: seconds from the start of the call until its worker was ready to train, by the field
-    ``is_step`` of the worker's event. Empty if the worker may get another call, because such a worker gets
-    ready only once.
+    ``ready_s``: seconds from the start of the call until the app's function began (False), and until the
+    first optimizer step (True). Empty for workers that may handle several messages, because these start only
+    once.
     ``workers_started``: number of workers that were started for the assignment.
     ``call_s``: seconds of the call.
     ``had_imports``: True if the call imported libraries that later workers may be forked with.
@@ -62,7 +65,7 @@ class MessageWorker(Workers):
         self.waits_since: float | None = time.monotonic()
 
     def cancel(self) -> None:
-        """Make the call fail, whether it waits or runs."""
+        """Make the call fail, even if it still waits for a worker."""
         with self._lock:
             self.is_cancelled = True
             if self._worker is not None:
@@ -75,14 +78,17 @@ class MessageWorker(Workers):
 
     @contextmanager
     def hold(self, leasing: Leasing, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
-        """Hold a worker and its lease on a GPU for a try in the block."""
+        """Hold a worker and its lease on a GPU for one try, within the block."""
         with self._held(self._request(leasing.label, leasing, request)) as worker:
             assert worker.lease is not None and worker.ticket is not None
             yield worker.lease, worker.ticket
 
     @contextmanager
     def hold_cores(self, leasing: Leasing) -> Iterator[None]:
-        """Hold a worker and cores for a try on the CPU in the block. The worker does not hold the lease."""
+        """Hold a worker and cores for one try on the CPU, within the block.
+
+        This process holds the lease, not the worker.
+        """
         with self._held(self._request(leasing.label, leasing)):
             yield
 
@@ -91,9 +97,9 @@ class MessageWorker(Workers):
         self._pool.end_parked()
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
-        """Return the result of a call, which runs in the worker of the block."""
+        """Run a call in the worker of the block, and return its result."""
         if self._worker is None:
-            # This process is itself a worker with a lease, which its workers share.
+            # This process is itself a worker. Its own workers share its lease.
             with self._held(self._request(call.label)):
                 return self.run(call, method, **options)
         worker = self._worker

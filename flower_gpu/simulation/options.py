@@ -23,10 +23,11 @@ from flower_gpu.options import CALL, KEEP_GOING, LOG_DIR, RESUME, CallOptions, O
 #: Order of the messages of a round: the longest ones first, or the order in which they are sent.
 OrderWord = Literal["longest", "sent"]
 
-#: Shown lines of clients: the first lines of each round, all lines, or only in the file.
+#: Which lines of clients are shown: the first lines of each round, all lines, or none (they are only in the
+#: file).
 ClientOutputWord = Literal["auto", "all", "file"]
 
-#: Number of lines of clients that ``auto`` shows after each start of a round.
+#: Number of lines of clients that ``auto`` shows in each round.
 LINES_PER_ROUND: Final = 20
 
 _federation: Final = partial(Option, group="federation")
@@ -173,7 +174,7 @@ class SimulationOptions(CallOptions, total=False):
     ]
 
 
-#: The options of a simulation without the options of its calls, by their keywords.
+#: Options of a simulation by keyword, without the options of its calls.
 OPTIONS: Final = MappingProxyType(
     {name: option for name, option in table_of(SimulationOptions).items() if name not in CALL}
 )

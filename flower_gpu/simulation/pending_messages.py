@@ -36,13 +36,13 @@ tells the host after it releases the lock.
 
 Races that follow from this:
 
-- A message expires or is cancelled, and its host answers before it hears of that. ``is_pending`` is False by
-  then, so the outcome is dropped.
-- If replies are summed, a message may expire at the moment its host adds the reply to a sum. An error in its
-  place would be wrong, because the reply counts already. So the set waits for the host's outcome, which says
-  if the handling was cancelled in time.
-- The deadline passes while hosts still handle messages and sum their replies. The set fetches one last sum
-  from each host, and then closes the group. Later replies are in no sum, so they are dropped.
+- A message expires or is cancelled, and the host's outcome arrives before the host learns of it.
+  ``is_pending`` is already False, so the outcome is dropped.
+- If replies are summed, a message may expire at the moment its host adds the reply to a sum. An error would
+  then be wrong, because the reply is already in the sum. So the set waits for the host's outcome, which shows
+  if the message was cancelled in time.
+- The deadline passes while hosts still handle messages and sum their replies. The grid fetches one last sum
+  from each host, and the set then closes the group. Later replies are in no sum, so they are dropped.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class Job:
 
 @dataclass(eq=False)
 class PartialSum:
-    """A group of replies that a host sums.
+    """A group on a host, with the jobs in its sum. :class:`SumGroup` describes the group to the host.
 
     ``block``: block of nodes with these replies, if the group is summed in order.
     ``held``: jobs with a reply in the host's current sum, by message id. If the host can be lost, also the
     outcome of the job, which counts when the sum arrives.
-    ``total``: the sum of a block, from its arrival until the ServerApp may have it.
+    ``total``: the sum of a block that has arrived, while sums of earlier blocks are missing.
     ``is_asked``: True while the host has been asked for the sum and has not sent it.
     ``is_closed``: True after the last sum. Later replies are in no sum.
     """
@@ -188,7 +188,7 @@ class NodeBlocks:
 
     ``block_of``: function that returns the block number of a message.
     ``min_ahead``: function that returns the number of blocks that may be in flight whatever memory they take.
-    ``unfinished``: blocks with sums that the ServerApp cannot have yet, by number.
+    ``unfinished``: blocks whose sums are not available to the ServerApp yet, by number.
     """
 
     def __init__(self, block_of: Callable[[Message], int], min_ahead: Callable[[], int]) -> None:
@@ -210,7 +210,7 @@ class NodeBlocks:
         self._count += 1
 
     def put_back(self, job: Job, *, is_last: bool) -> None:
-        """Add the message of a job to its block again."""
+        """Put the message of a job back at the end of its block. ``is_last`` has no effect."""
         assert job.partial_sum is not None and job.partial_sum.block is not None and job.place is not None
         job.partial_sum.block.waiting.append((job.place, job.message))
         self._count += 1
@@ -355,7 +355,7 @@ class PendingMessages:
     def requeue(self, job: Job, *, is_last: bool = False) -> None:
         """Requeue a message that a host returned or lost, if its reply is still wanted.
 
-        ``is_last``: True puts the message at the end of the queue, False at the front.
+        ``is_last``: True puts the message at the end of a LongestFirst queue, False at the front.
         """
         self.running.pop(job.message_id, None)
         if not self.is_pending(job.message_id):
@@ -368,8 +368,8 @@ class PendingMessages:
     def lost(self, host: Host) -> None:
         """Requeue the messages with replies in the sums of a lost host.
 
-        The dispatcher requeues the host's running messages with :meth:`requeue`. The next host that begins a
-        block gets all of it.
+        The dispatcher requeues the host's running messages with :meth:`requeue`. A block of the lost host
+        starts again: the next host that begins it gets all its messages.
         """
         for partial_sum in [partial_sum for partial_sum in self.groups.values() if partial_sum.host is host]:
             del self.groups[partial_sum.group.number]
@@ -385,7 +385,7 @@ class PendingMessages:
     def record_outcome(self, job: Job, outcome: MessageOutcome) -> list[MessageOutcome]:
         """Record a host's outcome with a reply, and return the outcomes that count now.
 
-        Errors in place of replies that are summed count at once, because they are in no sum.
+        In a summed set, an error counts at once, because it is in no sum.
         """
         self.running.pop(job.message_id, None)
         partial_sum, reply = job.partial_sum, outcome.reply
@@ -419,8 +419,8 @@ class PendingMessages:
         """Return the groups to fetch sums of now, and mark them as asked.
 
         All sums are fetched when no message is queued or running, or the deadline has passed. Before that,
-        the sums of complete blocks are fetched that follow the last finished block without a gap. Without
-        blocks, hosts that can be lost are also asked in between, so that less is lost with them.
+        only the sums of complete blocks are fetched, in order, up to the first incomplete block. Without
+        blocks, hosts that can be lost are asked from time to time, so that a loss costs less.
 
         ``is_due``: True if enough time has passed since the last fetch.
         """
@@ -454,13 +454,14 @@ class PendingMessages:
         return [(job, outcome) for job, outcome in held if outcome is not None]
 
     def _pass_on(self) -> None:
-        """Make the sums of the first blocks available to :meth:`collect`, up to the first missing sum."""
+        """Move the sums of blocks to :meth:`collect` in order, up to the first missing sum."""
         while self._blocks:
             number, block = next(iter(self._blocks.items()))
             partial_sum = block.partial_sum
             if partial_sum is not None and partial_sum.total is not None:
                 self._sums.append((partial_sum.host.name, partial_sum.total))
-                # After the deadline, the host may have more of the group, which :meth:`close` drops.
+                # After the deadline, the host may still have replies of this group. So the group stays until
+                # the set is closed.
                 if not self._is_late:
                     self.groups.pop(partial_sum.group.number, None)
             elif not (self._is_late or self._is_complete(block)) or (partial_sum and partial_sum.held):
@@ -499,7 +500,10 @@ class PendingMessages:
         return message_id in self._arrived or message_id in self._replies
 
     def outcome_to_count(self, message_id: str) -> tuple[Job, MessageOutcome] | None:
-        """Return the outcome that counts because its reply is about to be pulled, with its job, or None."""
+        """Remove and return the outcome of a reply that is about to be pulled, with its job, or None.
+
+        The outcome counts from now on.
+        """
         return self._arrived.pop(message_id, None)
 
     def pull(self, message_id: str) -> Message | None:
@@ -508,7 +512,10 @@ class PendingMessages:
 
     @property
     def is_done(self) -> bool:
-        """True if no further items will come. After the deadline, only replies that are in a sum count."""
+        """True if no further items will come.
+
+        After the deadline, only the remaining sums are still awaited.
+        """
         return (
             not self.can_collect
             and (self._is_late or not self._unanswered)
@@ -524,7 +531,9 @@ class PendingMessages:
         return self._ends[0][0] if self._ends else math.inf
 
     def expire(self) -> tuple[int, list[Job]]:
-        """Reply with errors to the messages that have expired.
+        """Reply with errors to expired messages.
+
+        If replies are summed, a running message gets its error later.
 
         Returns their number, and the jobs among them that hosts still handle. The caller cancels these.
         """
@@ -547,7 +556,10 @@ class PendingMessages:
         return self._queue.remove(self._unanswered)
 
     def stop(self) -> None:
-        """Stop waiting for replies, because the deadline has passed. Replies stay after their arrival."""
+        """Stop waiting for replies, because the deadline has passed.
+
+        Replies that have arrived can still be collected.
+        """
         self._is_late = True
         self.clear_queue()
 
@@ -561,7 +573,10 @@ class PendingMessages:
         return [self.running[message_id] for message_id in message_ids if message_id in self.running]
 
     def close(self) -> list[Job]:
-        """Close the set and drop all replies. Returns the running jobs, which the caller cancels."""
+        """Close the set and drop all replies.
+
+        Returns the running jobs that have not expired. The caller cancels them.
+        """
         self._is_closed = True
         self.clear_queue()
         self._replies.clear()

@@ -17,20 +17,21 @@ Who calls what:
 
 - Each message thread calls :meth:`WorkerPool.take` before a try of a call, and :meth:`WorkerPool.put_back`
   after it (``message_worker``). While its request ``is_asking``, the thread itself waits in the ledger.
-- Any thread may call ``wake`` after it has cancelled a message, and ``end_parked``.
+- Any thread may call ``end_parked``, or ``wake`` after it has cancelled a message.
 - The watcher is one daemon thread, which starts with the first lease. It waits until one of these is
   readable: the wake-up file of a ticket (a request waits in the ledger), the descriptor of a parked process
   on a GPU (it has exited), or ``_wakes`` (the leases have changed). Then it decides which parked workers give
-  way. To park a worker does not wake it, because that would cost time for each message.
+  way. Parking a worker wakes it only if a request waits in the ledger. A wake-up for each message would cost
+  time.
 
 ``_lock`` protects all state. ``_serve`` decides under the lock, whenever something has changed, which waiting
-requests get a worker. It only decides: processes end and tickets are written outside of the lock, because
-both take long.
+requests get a worker. It ends no process and writes no ticket, because both take long. Both happen without
+the lock.
 
-One ticket. Of the usual requests of one kind, only the first waits in the ledger. The others wait here,
-without a ticket and without a time limit. With a ticket for each message, other runs would release a lease
-for each of them. A second try after GPU memory ran out has a ticket of its own, because it needs more than
-the others.
+One ticket. Of the usual requests of one kind, only the first waits in the ledger. The others wait here
+without a ticket. Only a message that must run alone has a time limit here. If each waiting message had a
+ticket, other runs would release a lease for each ticket. A second try after GPU memory ran out has a ticket
+of its own, because it needs more than the others.
 
 Turns. A lease on cores stays with the run for half a second, even if other runs wait. A lease on a GPU has no
 such turn: its worker takes no further message if another request waits for its GPU.
@@ -38,22 +39,22 @@ such turn: its worker takes no further message if another request waits for its 
 The races:
 
 - A request may arrive while the watcher decides. So the watcher clears the wake-ups *before* it reads the
-  ledger. A later request then wakes it again. Tickets are watched while their worker is in use,
-  too, so that ``_is_asked`` is known when the worker is parked.
+  ledger. A later request then wakes it again. The watcher also watches the tickets of workers in use, so
+  ``_is_asked`` is up to date when a worker is parked.
 - A parked worker may be taken while the watcher decides without the lock. So the watcher takes the lock again
   at the end, and ends only workers that are still parked.
 - A message of this run may already wait in the ledger when a suitable worker is parked. Its ticket is then no
   reason to end the worker: the message is woken, finds the worker, and removes its ticket. Tickets of this
   run are recognized by process and label.
-- Another process may reserve more memory than this process. It may then see no room for its request where
-  this process sees room. So the watcher also looks every ``_LOOK_S`` seconds. If it sees a request twice, it
-  ends every parked worker with a lease that the request could use.
+- Another process may have a larger memory reserve than this process. Its request may then not fit although
+  this process computes that it fits. So the watcher also looks every ``_LOOK_S`` seconds. If it sees a
+  request twice, it ends every parked worker with a lease that the request could use.
 
-Alternatives. Three gates, one for each resource, needed three queues, two threads, and rules for the order in
-which a message passes them. Main memory in the same ticket would make a second try wait for other runs, and
-the first messages of a run would start one by one, because their memory is unknown. A single thread
-that waits for all workers would need an asynchronous version of each step of a call; the threads cost little,
-because they only wait. A poll of the ledger after each message would cost more than the watcher.
+Alternatives. An earlier version had a gate for each resource. It needed three queues, two threads, and rules
+for the order of the gates. Main memory could be part of the ticket. But then a second try would wait for
+other runs, and the first messages of a run would start one by one, because their memory is unknown. A single
+thread that waits for all workers would need an asynchronous version of each step of a call; the threads cost
+little, because they only wait. A poll of the ledger after each message would cost more than the watcher.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class _WorkerIsParkedError(Exception):
 class WorkerPool:
     """The workers of a run, and the messages that need one. Thread-safe.
 
-    ``max_gpu_leases``: maximum number of leases on GPUs at a time, if known. While messages use this number,
-    no other message requests a lease.
+    ``max_gpu_leases``: maximum number of leases on GPUs at a time, if known. While messages use this many, no
+    other usual request for a GPU waits in the ledger.
     ``cores``: the usual lease on cores. None: cores are not counted.
     ``without``: as for :class:`flower_gpu.workers.call.Call`.
     ``admit_lines``: decides which lines of the clients are shown.
@@ -119,20 +120,20 @@ class WorkerPool:
         self.admit_lines = admit_lines
         #: Decides which messages have room in main memory.
         self.memory = HostMemory()
-        #: Number of messages with a wait for main memory.
+        #: Number of messages that had to wait for main memory.
         self.memory_waits = 0
-        # The state of this process does not matter for the choice, because this process is never forked.
+        # Cached, because all messages of a run start their workers in the same way.
         self.choose = functools.cache(methods.choose)
         self._lock = threading.Lock()
         self._waiting: list[Request] = []  # in order of arrival
         self._parked: list[LeasedWorker] = []  # in order of parking
         self._leased: list[LeasedWorker] = []  # workers with a lease, parked or in use
-        # Latest time at which a lease was released or a worker was parked. The run's wait for other runs
-        # cannot have begun earlier.
+        # Time at which a lease was last released, or a worker with a lease was last parked. A wait for other
+        # runs cannot have begun before that.
         self._none_since = time.monotonic()
         self._reader = Reader()
         self._read_at = -_LOOK_S
-        self._is_asked = False  # True if requests of others may wait in the ledger
+        self._is_asked = False  # True if requests may wait in the ledger, as of the last look or wake-up
         self._seen: set[str] = set()  # tickets that waited at the last late look
         self._pid_namespace = pid_namespace()
         # The watcher
@@ -142,12 +143,12 @@ class WorkerPool:
         self._watched: dict[int, Ticket] = {}  # tickets by the descriptor of their wake-ups
 
     def take(self, request: Request) -> LeasedWorker:
-        """Wait for main memory, and for a worker with the lease of a request. Returns the worker.
+        """Wait for main memory, and for a worker with the requested lease. Returns the worker.
 
         Pass the worker to :meth:`put_back` after the call.
 
-        Raises LeaseError and GPUError as :meth:`flower_gpu.calls.leasing.Leasing.hold` does.
-        Raises LeaseTimeoutError also if a message could not be alone in time.
+        Raises LeaseError and GPUError as :meth:`flower_gpu.calls.leasing.Leasing.hold` does. Also raises
+        LeaseTimeoutError if a message that must run alone had to wait too long for other messages.
         """
         request.changed = threading.Condition(self._lock)
         request.ticket_label = request.label
@@ -179,7 +180,10 @@ class WorkerPool:
                 self._serve()
 
     def put_back(self, request: Request, worker: LeasedWorker) -> None:
-        """Park a worker after its call, for the next message."""
+        """Park a worker after its call.
+
+        Its lease is released if its process has exited, or if no watcher runs.
+        """
         with self._lock:
             self.memory.learn(worker.line.peak_bytes)
             has_ended = worker.lease is not None and not worker.line.has_worker
@@ -219,7 +223,8 @@ class WorkerPool:
     def _wait(self, request: Request) -> LeasedWorker:
         """Wait until a request has its worker. It still has to acquire its lease if it ``is_asking``."""
         began = time.monotonic()
-        # Messages that wait for memory are only counted. A message that must be alone blocks the run.
+        # Waits for memory are counted, not logged. But a message that must run alone blocks the run, so its
+        # wait is logged.
         is_said = not request.is_alone
         with self._lock:
             self._serve()
@@ -236,7 +241,7 @@ class WorkerPool:
     def _check_alone(self, request: Request, waited_s: float, *, is_said: bool) -> bool:
         """Check how long a message has waited to be alone. Return True if a line about it was logged.
 
-        Raises LeaseTimeoutError if the wait is over.
+        Raises LeaseTimeoutError if the message has waited longer than ``lease_timeout_s``.
         """
         timeout_s = math.inf if request.leasing is None else request.leasing.host.timeout_s
         if waited_s >= timeout_s:
@@ -256,7 +261,8 @@ class WorkerPool:
                 self._serve_one(request)
         for request in self._waiting:
             if request.is_asking and self._find(request) is not None:
-                # Its thread waits in the ledger, which now asks for its deadline again.
+                # The thread of this request waits in the ledger. After the wake-up, the ledger calls the
+                # request's deadline function, which finds the parked worker.
                 for entry in self._others():
                     if self._own_request(entry) is request:
                         entry.wake()
@@ -280,7 +286,10 @@ class WorkerPool:
         request.changed.notify()
 
     def _find(self, request: Request) -> LeasedWorker | None:
-        """Return the latest parked worker with the lease that a request needs, or None."""
+        """Return the latest parked worker with a suitable lease, or None.
+
+        A lease that another request waits for is not suitable.
+        """
         others = self._others() if self._leased else []
         for worker in reversed(self._parked):
             if request.can_use(worker) and not self._is_wanted(worker, others):
@@ -331,7 +340,8 @@ class WorkerPool:
 
         is_parked = False
         try:
-            # A message that must be alone waits for the memory of its own run only.
+            # A message that must run alone waits only for memory of its own run, in ``_wait``. So its ticket
+            # requests no main memory.
             worker.acquire(request, replace(request.leasing, deadline=deadline, asks_for_all_memory=False))
         except _WorkerIsParkedError:
             is_parked = True
@@ -355,8 +365,9 @@ class WorkerPool:
     def _deadline(self, request: Request, began: float) -> float:
         """Return the time until which a request may wait in the ledger. Later calls may return another time.
 
-        While calls of the run hold leases on GPUs, there is no limit for the next one, because each of them
-        makes room when it ends. Otherwise the run waits for other runs, and the limit is meant for this case.
+        While messages of the run use leases on GPUs, a request for a GPU has no time limit, because each of
+        these messages makes room when it ends. Otherwise the run waits for other runs. The time limit is
+        meant for that case.
 
         ``began``: start of the request's wait, on the clock of ``time.monotonic``.
         """
@@ -380,7 +391,7 @@ class WorkerPool:
     def _is_wanted(self, worker: LeasedWorker, waiting: Sequence[Entry]) -> bool:
         """Return True if another request waits for a card of a worker's lease.
 
-        A message of this run that requests the same does not count. Other runs do not count during the
+        A request of this run for the same lease does not count. Other runs do not count during the
         turn of a lease on cores.
         """
         assert worker.ticket is not None
@@ -399,7 +410,7 @@ class WorkerPool:
         """Return the waiting requests in the ledger, including requests of this run.
 
         This does not acquire the ledger's mutex. A half-written ticket is seen next time.
-        Without a wake-up, the ledger is read every ``_LOOK_S`` seconds only.
+        Without a wake-up, the ledger is read at most every ``_LOOK_S`` seconds.
         """
         now = time.monotonic()
         if not self._is_asked and now < self._read_at + _LOOK_S:
@@ -430,7 +441,10 @@ class WorkerPool:
     def _end(
         self, workers: Sequence[LeasedWorker], how: Callable[[LeasedWorker], None] = LeasedWorker.give_way
     ) -> None:
-        """End workers, which no longer are parked, in parallel: a process with CUDA takes long to exit."""
+        """Release the leases of workers that are no longer parked, and park the workers without a lease.
+
+        This runs in parallel, because a process with CUDA takes long to exit.
+        """
         threads = [
             threading.Thread(target=self._end_one, args=(worker, how), daemon=True) for worker in workers[1:]
         ]
@@ -441,7 +455,8 @@ class WorkerPool:
         for thread in threads:
             thread.join()
         with self._lock:
-            # They come first in the list, because workers with a process are used before them.
+            # These workers go to the front of the list. ``take`` searches from the end, so workers with a
+            # process are used first.
             self._parked[:0] = workers
             self._serve()
 
@@ -503,7 +518,8 @@ class WorkerPool:
         """Remove the parked workers whose leases are in the way of others, and return them.
 
         ``events``: readable descriptors.
-        ``is_late``: True if a look for requests without a wake-up is due, after ``_LOOK_S`` seconds.
+        ``is_late``: True if ``_LOOK_S`` seconds have passed since the last regular look. Such a look also
+        finds requests that sent no wake-up.
         """
         with self._lock:
             with suppress(BlockingIOError):
@@ -563,7 +579,7 @@ class WorkerPool:
 
 
 def _is_same(entry: Entry, lease: Entry) -> bool:
-    """Return True if a request of this run matches a lease of the run."""
+    """Return True if a request of this run asks for the same as one of its leases."""
     if (entry.count, entry.host_needs) != (lease.count, lease.host_needs):
         return False
     return all(map(_is_alike, entry.gpu_needs, lease.gpu_needs))

@@ -1,11 +1,11 @@
 """A run that a command shows while it goes on: its history, its progress, its failures, and its last lines.
 
 The problem: ``flower-gpu launch`` and ``flower-gpu simulate`` get the events of a run in different ways, but
-their users should see the same. Progress, warnings and tracebacks also have to keep out of each other's way.
+their users should see the same. Progress, warnings and tracebacks also must not overwrite each other.
 
 The object: a command opens a :class:`ShownRun` with the stream for its progress, and passes each event to
-:meth:`ShownRun.show`. It says further lines with :meth:`ShownRun.say` and :meth:`ShownRun.complain`. After
-:meth:`ShownRun.close` it prints the summary with :meth:`ShownRun.show_end`.
+:meth:`ShownRun.show`. The command shows further lines with :meth:`ShownRun.say` and
+:meth:`ShownRun.complain`. After :meth:`ShownRun.close` it prints the summary with :meth:`ShownRun.show_end`.
 
 Threads: one thread at a time may call :meth:`ShownRun.show` and :meth:`ShownRun.tick`. Any thread may say a
 line.
@@ -33,7 +33,7 @@ class ShownRun:
     ``stream``: stream for progress and the summary, or None if it is closed.
     ``errors``: stream for tracebacks, and for all failures if progress is not shown.
     ``failure_log``: file for all failures, or None.
-    ``is_shown``: False if only failures are shown.
+    ``is_shown``: False if only failures and the last lines are shown.
     ``keep_rounds``: True if the history keeps the results of all rounds.
     """
 
@@ -67,7 +67,7 @@ class ShownRun:
             _write(self._errors, text)
 
     def show_traceback(self, text: str) -> None:
-        """Show a failure in several lines: above the bars if possible, else on the stream for errors."""
+        """Show a failure of several lines above the bars if possible, otherwise on the stream for errors."""
         has_one_screen = self._stream is self._errors or (
             self._is_shown and is_terminal(self._stream) and is_terminal(self._errors)
         )
@@ -93,7 +93,7 @@ class ShownRun:
 
     def close(self) -> None:
         """Stop showing progress, and restore the terminal. Calling it again has no effect."""
-        # If the terminal is gone, the run must still be ended.
+        # The terminal may be gone. The command must still end the run.
         with suppress(OSError):
             self._display.close()
 

@@ -1,4 +1,4 @@
-"""What a worker is granted, and what limits it: one file for each grant.
+"""Grants: resources and limits of a worker. Each grant has its own file.
 
 Other rooms and modules call the functions of this module, which ask each grant in turn::
 
@@ -14,14 +14,14 @@ The order of :data:`ALL` is the order in which a worker puts its grants into for
 1. The driver's cap comes first, because a guarded or confined worker may not create a control group.
 2. The GPU guard comes before the confinement, because it lists the entries of ``/`` and ``/dev``, and a
    confined worker may not.
-3. Thread counts and ranks may come anywhere before the task.
+3. Thread counts, ranks and the visible GPUs may come anywhere before the task.
 4. MPS starts CUDA to count processors. From then on the process has device files open and memory on its GPU,
    so 1 and 2 must be in force.
 5. The cap of allocators is last, because it also measures the memory that the task takes.
 
 All combinations are allowed, except for ranks of a confined worker, which the confinement refuses. A call
-with ``in-process`` has neither the driver's cap, the guard nor a confinement, because this process could
-not take them back. Such a call fails if the operator requires any of these.
+with ``in-process`` has no driver's cap, guard or confinement, because this process could not undo them. Such
+a call fails if the operator requires any of these.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def refuse(settings: CallSettings) -> None:
 
 
 def adjusted(terms: Terms) -> Terms:
-    """Return the terms with the lease as the worker gets it."""
+    """Return the terms with the lease as adjusted by all grants."""
     for grant in ALL:
         if (lease := terms.own_gpu_lease) is not None:
             terms = replace(terms, lease=grant.adjust(lease, terms))
@@ -81,10 +81,10 @@ def adjusted(terms: Terms) -> Terms:
 def of_lease(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker that follow from its lease. Without a lease, it sees no GPU.
 
-    They are set on top of ``environ``. The user's own allocator settings in it still apply, and so does a
+    They are set on top of ``environ``. The user's allocator settings in ``environ`` still apply, including a
     smaller cap.
 
-    Raises ConfigError if the user's own cap is no number.
+    Raises ConfigError if the user's cap is not a number.
     """
     return {name: value for grant in ALL for name, value in grant.of_lease(lease, environ).items()}
 
@@ -101,12 +101,12 @@ def describe(terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def on_event(event: Mapping[str, Any], lease: Lease | None, record: dict[str, Any]) -> bool:
-    """Handle an event of a grant in the worker. Return False for all other events."""
+    """Handle an event that a grant has sent from the worker. Return False if no grant knows the event."""
     return any(grant.on_event(event, lease, record) for grant in ALL)
 
 
 def fault(error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str:
-    """Return why this error has ended all calls of the run on its GPU, or an empty text."""
+    """Return why this error affects all calls of the run on the GPU, or an empty text if it does not."""
     return next(filter(None, (grant.fault(error, lease, environ) for grant in ALL)), "")
 
 
@@ -114,8 +114,8 @@ def fault(error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str
 def in_worker() -> Iterator[None]:
     """Put all grants of this worker into force, and keep their variables fixed while the task runs.
 
-    The grants are in the environment. Without a lease on GPUs, the worker sees no GPU. A worker whose caller
-    set no such variables at all only gets its number of threads.
+    The grants are in the environment. Without a lease on GPUs, the worker sees no GPU. If the caller set no
+    variables of grants, the worker only gets its number of threads.
 
     Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
     """

@@ -1,4 +1,4 @@
-"""The interface of a grant. The default answers fit a grant without special needs."""
+"""The interface of a grant. By default, its methods have no effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Terms:
 
     @property
     def gpu_lease(self) -> Lease | None:
-        """The lease if it has GPUs. Without one, the worker sees no GPU."""
+        """The lease if it includes GPUs, otherwise None. With None, the worker sees no GPU."""
         return self.lease if self.lease is not None and self.lease.shares else None
 
     @property
@@ -39,16 +39,16 @@ class Terms:
 class Grant:
     """Something that a worker gets, or a limit that holds for it.
 
-    The first group of methods runs in the caller's process, and :meth:`in_worker` in the worker. A call with
-    the start method ``in-process`` runs in its caller's process, without a worker. There, a limit that the
-    process could not take back must not be set.
+    :meth:`in_worker` runs in the worker, :meth:`of_lease` in both processes, and all other methods in the
+    caller's process. A call with the start method ``in-process`` runs in its caller's process, without a
+    worker. There, a grant must not set a limit that the process cannot remove.
     """
 
     def refuse(self, settings: CallSettings) -> None:
         """Raise ConfigError if calls with these settings cannot have this grant."""
 
     def adjust(self, lease: Lease, terms: Terms) -> Lease:
-        """Return the lease on GPUs, which was acquired for this call, as the worker gets it.
+        """Return the lease that the worker gets, given the lease on GPUs that was acquired for this call.
 
         Raises GPUUnavailableError if the worker cannot have it.
         """
@@ -67,7 +67,7 @@ class Grant:
         return self.of_lease(terms.gpu_lease, terms.environ)
 
     def describe(self, terms: Terms, env: Mapping[str, str]) -> dict[str, Any]:
-        """Return the fields of the call in the trace. Also log what its user has to know.
+        """Return the fields that the trace records for the call. Also logs notices for the user.
 
         ``env``: variables of the worker, from all grants.
         """

@@ -1,4 +1,4 @@
-"""Shares of a GPU's processors, by a daemon of NVIDIA's MPS for one run.
+"""Shares of a GPU's processors, through an MPS daemon that serves one run.
 
 Without MPS, the processes on a card take turns. With it, each computes on its part of the card's processors
 (SMs). CUDA finds the daemon through a folder. If it does not find the daemon, it runs without limits and
@@ -46,12 +46,13 @@ _MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 _SM_COUNT: Final = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _START_S: Final = 30.0
 _TRIAL_S: Final = 120.0  # limit of a process that starts CUDA
-_END_S: Final = 20.0  # limit of the keeper's end, of which the daemon gets 10 s
-# CUDA_ERROR_MPS_SERVER_NOT_READY: after a fault, until all clients of that time have ended
+_END_S: Final = 20.0  # limit for the keeper's exit, including 10 s for the daemon
+# CUDA_ERROR_MPS_SERVER_NOT_READY: returned after a fault, until all clients of the failed server have exited
 _NOT_READY: Final = 807
 _TRIED_PERCENTAGE: Final = 50
 
-# The keeper ends the daemon and its children when the run writes a line to the keeper's stdin, or has ended.
+# The keeper is a shell that ends the daemon and its children when the run exits, or writes a line to the
+# keeper's stdin.
 _KEEPER: Final = f"""
 {_PROGRAM} -f & daemon=$!
 read -r _
@@ -117,14 +118,14 @@ def _running(env: Mapping[str, str], logs: Path) -> Iterator[None]:
 
 
 class MPSShare(Grant):
-    """The share of its GPUs' processors and memory that a worker may use as a client of the run's daemon."""
+    """Limits a worker to a share of its GPUs' processors and memory, as a client of the run's daemon."""
 
     def adjust(self, lease: Lease, terms: Terms) -> Lease:
         """Give the worker the share that the call requests."""
         return replace(lease, compute=terms.settings.gpu.compute)
 
     def of_lease(self, lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
-        """Limit the worker, if its run has a daemon."""
+        """Return the variables that limit the worker, or none if its run has no daemon."""
         if lease is None or not _is_of_run(environ):
             return {}
         # The number of a GPU may be the daemon's or the client's number, so all numbers get the limit.
@@ -140,7 +141,7 @@ class MPSShare(Grant):
         return {"mps_percentage": _percentage(terms.own_gpu_lease)}
 
     def fault(self, error: BaseException, lease: Lease, environ: Mapping[str, str]) -> str:
-        """Explain the errors of all calls after one of them has ended the daemon's server for the GPU."""
+        """Explain an error that a fault of any client of the MPS server may have caused."""
         from flower_gpu.frameworks.out_of_memory import says_fault
 
         if not (_is_of_run(environ) and says_fault(error)):
@@ -176,7 +177,10 @@ def _is_of_run(environ: Mapping[str, str]) -> bool:
 
 
 def _percentage(lease: Lease) -> int:
-    """Return the percentage of each GPU's processors for a worker: as requested, or as of the memory."""
+    """Return the percentage of each GPU's processors for a worker.
+
+    By default, it equals the worker's share of the memory.
+    """
     share = lease.compute
     if share is None:
         share = 1.0 if lease.alone else max(part.memory_bytes / part.total_bytes for part in lease.shares)
@@ -210,7 +214,10 @@ def sms() -> list[int]:
 
 
 def _is_limited(usable: int, whole: int, percent: int) -> bool:
-    """Return True if the usable processors are within the percentage, which the driver rounds to groups."""
+    """Return True if the number of usable processors is within the percentage.
+
+    The driver rounds to groups of processors, so up to an eighth more is accepted.
+    """
     allowed = whole * percent / 100
     return usable <= allowed + whole / 8 and not (usable == whole and allowed < whole - 2)
 

@@ -44,7 +44,7 @@ class CallFold:
         self._rounds = rounds
         self._tally = tally
         self._keep_finished = keep_finished
-        self._all: list[WorkerSpan] = []  # in the order of their starts; empty without finished items
+        self._all: list[WorkerSpan] = []  # in the order of their starts; empty if finished items are not kept
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
         #: The last calls that ran out of memory, or all of them if the history keeps finished items.
         self.out_of_memory: list[OutOfMemory] = []
@@ -57,7 +57,7 @@ class CallFold:
 
     @property
     def workers(self) -> list[WorkerSpan]:
-        """Calls in workers, the unfinished ones only unless the history keeps finished items."""
+        """All workers if the history keeps finished items, otherwise the unfinished ones."""
         return self._all if self._keep_finished else self.running
 
     @property
@@ -87,7 +87,10 @@ class CallFold:
 
     @property
     def current_round(self) -> int | None:
-        """The round with messages in flight. Without one, the highest round of recent workers and parts."""
+        """The round with messages in flight.
+
+        If no message is in flight, the highest round of recent workers and of the newest part of a round.
+        """
         open_round = self._rounds.open_round
         if open_round is not None and open_round.round is not None:
             return open_round.round
