@@ -37,7 +37,7 @@ class Entrant(Protocol):
         """Name of the message in texts."""
 
     @property
-    def is_alone(self) -> bool:
+    def must_run_alone(self) -> bool:
         """True if no other message may be in flight together with this message."""
 
 
@@ -60,7 +60,7 @@ class HostMemory:
 
         ``has_lease``: True if a worker with a lease on a GPU waits for the message.
         """
-        if entrant.is_alone and entrant not in self._alone:
+        if entrant.must_run_alone and entrant not in self._alone:
             self._alone.append(entrant)
         is_admitted = self._may_enter(entrant, has_lease=has_lease)
         if is_admitted:

@@ -55,31 +55,36 @@ class Request:
     cores: int = field(default=0, init=False)  # thousandths of a core to lease on the CPU
     ticket_label: str = field(default="", init=False)  # label of its ticket in the ledger
     is_admitted: bool = field(default=False, init=False)  # True if it has room in main memory
-    is_asking: bool = field(default=False, init=False)  # True while it waits in the ledger
+    is_in_ledger: bool = field(default=False, init=False)  # True while it waits in the ledger
     worker: LeasedWorker | None = field(default=None, init=False)  # the worker that it gets
     # Notified when the request has a worker, or was cancelled
     changed: threading.Condition = field(init=False)
 
     @property
-    def is_alone(self) -> bool:
+    def must_run_alone(self) -> bool:
         """True if the message must run alone, because its previous worker ran out of main memory."""
         return self.leasing is not None and self.leasing.asks_for_all_memory
 
     @property
-    def is_usual(self) -> bool:
+    def is_first_try(self) -> bool:
         """False for a retry after GPU memory ran out, because a retry changes the request."""
         return self.leasing is None or self.gpu in (None, self.leasing.settings.request)
 
     @property
-    def kind(self) -> str:
-        """Name of the request's queue. At most one usual request of each queue waits in the ledger."""
+    def queue(self) -> str:
+        """Name of the request's queue. At most one first try of each queue waits in the ledger."""
         return CORES if self.leasing is None or self.gpu is None else self.leasing.key.task
 
     def can_use(self, worker: LeasedWorker) -> bool:
         """Return True if a worker has the lease that the message needs."""
         if self.leasing is None or self.gpu is None:
             return 0 < worker.cores == self.cores
-        return self.is_usual and not self.is_alone and self.max_calls > 1 and worker.suits(self.leasing)
+        return (
+            self.is_first_try
+            and not self.must_run_alone
+            and self.max_calls > 1
+            and worker.suits(self.leasing)
+        )
 
 
 class LeasedWorker:
@@ -118,7 +123,7 @@ class LeasedWorker:
             self.lease, self.ticket = self._grant.enter_context(leasing.hold(request.gpu))
             # Do not keep a lease that is larger than other calls need. The first call of a task gets a whole
             # GPU to measure its need, and a retry may request more than other calls.
-            self.is_for_one_call = not (request.is_usual and leasing.may_have(self.lease))
+            self.is_for_one_call = not (request.is_first_try and leasing.may_have(self.lease))
         else:
             ledger, needs = leasing.ledger(), (HostNeed(CORES, request.cores, least=request.cores),)
             claimant = Claimant(count=0, host_needs=lambda: needs, label=request.ticket_label)

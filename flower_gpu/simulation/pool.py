@@ -16,7 +16,7 @@ leases. All three resources pass this one gate: a waiting message holds no resou
 Who calls what:
 
 - Each message thread calls :meth:`WorkerPool.take` before a try of a call, and :meth:`WorkerPool.put_back`
-  after it (``message_worker``). While its request ``is_asking``, the thread itself waits in the ledger.
+  after it (``message_worker``). While its request ``is_in_ledger``, the thread itself waits in the ledger.
 - Any thread may call ``end_parked``, or ``wake`` after it has cancelled a message.
 - The watcher is one daemon thread, which starts with the first lease. It waits until one of these is
   readable: the wake-up file of a ticket (a request waits in the ledger), the descriptor of a parked process
@@ -28,7 +28,7 @@ Who calls what:
 requests get a worker. It ends no process and writes no ticket, because both take long. Both happen without
 the lock.
 
-One ticket. Of the usual requests of one kind, only the first waits in the ledger. The others wait here
+One ticket. Of the first tries in a queue, only the oldest one waits in the ledger. The others wait here
 without a ticket. Only a message that must run alone has a time limit here. If each waiting message had a
 ticket, other runs would release a lease for each ticket. A second try after GPU memory ran out has a ticket
 of its own, because it needs more than the others.
@@ -40,7 +40,7 @@ The races:
 
 - A request may arrive while the watcher decides. So the watcher clears the wake-ups *before* it reads the
   ledger. A later request then wakes it again. The watcher also watches the tickets of workers in use, so
-  ``_is_asked`` is up to date when a worker is parked.
+  ``_has_queued_requests`` is up to date when a worker is parked.
 - A parked worker may be taken while the watcher decides without the lock. So the watcher takes the lock again
   at the end, and ends only workers that are still parked.
 - A message of this run may already wait in the ledger when a suitable worker is parked. Its ticket is then no
@@ -101,7 +101,7 @@ class WorkerPool:
     """The workers of a run, and the messages that need one. Thread-safe.
 
     ``max_gpu_leases``: maximum number of leases on GPUs at a time, if known. While messages use this many, no
-    other usual request for a GPU waits in the ledger.
+    other first try on a GPU waits in the ledger.
     ``cores``: the usual lease on cores. None: cores are not counted.
     ``without``: as for :class:`flower_gpu.workers.call.Call`.
     ``admit_lines``: decides which lines of the clients are shown.
@@ -130,11 +130,12 @@ class WorkerPool:
         self._leased: list[LeasedWorker] = []  # workers with a lease, parked or in use
         # Time at which a lease was last released, or a worker with a lease was last parked. A wait for other
         # runs cannot have begun before that.
-        self._none_since = time.monotonic()
+        self._last_room_at = time.monotonic()
         self._reader = Reader()
         self._read_at = -_LOOK_S
-        self._is_asked = False  # True if requests may wait in the ledger, as of the last look or wake-up
-        self._seen: set[str] = set()  # tickets that waited at the last late look
+        # True if requests may wait in the ledger, as of the last look or wake-up
+        self._has_queued_requests = False
+        self._seen_ids: set[str] = set()  # tickets that waited at the last late look
         self._pid_namespace = pid_namespace()
         # The watcher
         self._is_closed = False
@@ -161,11 +162,11 @@ class WorkerPool:
         try:
             while True:
                 worker = self._wait(request)
-                if request.is_alone:
+                if request.must_run_alone:
                     # The memory of all other workers belongs to this message.
                     self.end_parked()
                     worker.line.retire()
-                if not request.is_asking or self._acquire(request, worker):
+                if not request.is_in_ledger or self._acquire(request, worker):
                     worker.serve(request.label)
                     return worker
         except BaseException:
@@ -221,24 +222,24 @@ class WorkerPool:
     # Waiting for a worker
 
     def _wait(self, request: Request) -> LeasedWorker:
-        """Wait until a request has its worker. It still has to acquire its lease if it ``is_asking``."""
+        """Wait until a request has its worker. It still has to acquire its lease if it ``is_in_ledger``."""
         began = time.monotonic()
         # Waits for memory are counted, not logged. But a message that must run alone blocks the run, so its
         # wait is logged.
-        is_said = not request.is_alone
+        is_logged = not request.must_run_alone
         with self._lock:
             self._serve()
             self.memory_waits += not request.is_admitted
             while request.worker is None:
                 request.check()
-                if request.is_alone and not request.is_admitted:
-                    is_said = self._check_alone(request, time.monotonic() - began, is_said=is_said)
+                if request.must_run_alone and not request.is_admitted:
+                    is_logged = self._check_alone(request, time.monotonic() - began, is_logged=is_logged)
                 request.changed.wait(None if request.is_admitted else _POLL_S)
                 request.check()
                 self._serve()
             return request.worker
 
-    def _check_alone(self, request: Request, waited_s: float, *, is_said: bool) -> bool:
+    def _check_alone(self, request: Request, waited_s: float, *, is_logged: bool) -> bool:
         """Check how long a message has waited to be alone. Return True if a line about it was logged.
 
         Raises LeaseTimeoutError if the message has waited longer than ``lease_timeout_s``.
@@ -249,10 +250,10 @@ class WorkerPool:
                 f"{request.label} could not be handled alone within lease_timeout_s={timeout_s:g}: "
                 f"{self.memory.blocking(request)}. Raise lease_timeout_s, or let fewer clients run at a time"
             )
-        if waited_s >= SAID_AFTER_S and not is_said:
+        if waited_s >= SAID_AFTER_S and not is_logged:
             log(WARNING, "%s waits to be handled alone: %s", request.label, self.memory.blocking(request))
             return True
-        return is_said
+        return is_logged
 
     def _serve(self) -> None:
         """Give workers to the requests that can have one now, in the order of their arrival."""
@@ -260,10 +261,10 @@ class WorkerPool:
             if request.worker is None:
                 self._serve_one(request)
         for request in self._waiting:
-            if request.is_asking and self._find(request) is not None:
+            if request.is_in_ledger and self._find(request) is not None:
                 # The thread of this request waits in the ledger. After the wake-up, the ledger calls the
                 # request's deadline function, which finds the parked worker.
-                for entry in self._others():
+                for entry in self._queued_entries():
                     if self._own_request(entry) is request:
                         entry.wake()
 
@@ -276,10 +277,10 @@ class WorkerPool:
                 return
         if worker is None:
             needs_lease = self._needs_lease(request)
-            if needs_lease and not self._may_ask(request):
+            if needs_lease and not self._may_enqueue(request):
                 return
             worker = self._without_lease()
-            request.is_asking = needs_lease
+            request.is_in_ledger = needs_lease
         else:
             self._parked.remove(worker)
         request.worker = worker
@@ -290,9 +291,9 @@ class WorkerPool:
 
         A lease that another request waits for is not suitable.
         """
-        others = self._others() if self._leased else []
+        others = self._queued_entries() if self._leased else []
         for worker in reversed(self._parked):
-            if request.can_use(worker) and not self._is_wanted(worker, others):
+            if request.can_use(worker) and not self._is_requested(worker, others):
                 return worker
         return None
 
@@ -305,11 +306,11 @@ class WorkerPool:
         # The run may handle one more message at a time than the cores have leases.
         return request.cores != self._cores.amount or self._in_use(is_on_gpu=False) < self._cores.max_leases
 
-    def _may_ask(self, request: Request) -> bool:
+    def _may_enqueue(self, request: Request) -> bool:
         """Return True if a request may wait in the ledger now."""
-        if not request.is_usual:
+        if not request.is_first_try:
             return True
-        if any(other.is_asking and other.kind == request.kind for other in self._waiting):
+        if any(other.is_in_ledger and other.queue == request.queue for other in self._waiting):
             return False
         return request.gpu is None or self._in_use(is_on_gpu=True) < self._max_gpu_leases
 
@@ -354,7 +355,7 @@ class WorkerPool:
             self._cores = None
         finally:
             with self._lock:
-                request.is_asking = False
+                request.is_in_ledger = False
                 if is_parked:
                     request.worker = None
                     self._park(worker)
@@ -376,7 +377,7 @@ class WorkerPool:
             return began + request.leasing.host.timeout_s
         if self._in_use(is_on_gpu=True):
             return math.inf
-        return max(began, self._none_since) + request.leasing.settings.lease_timeout_s
+        return max(began, self._last_room_at) + request.leasing.settings.lease_timeout_s
 
     # Leases that others wait for
 
@@ -384,11 +385,11 @@ class WorkerPool:
         self._parked.append(worker)
         if worker.ticket is None:
             return
-        self._none_since = time.monotonic()
-        if self._is_asked:
+        self._last_room_at = time.monotonic()
+        if self._has_queued_requests:
             self._look()
 
-    def _is_wanted(self, worker: LeasedWorker, waiting: Sequence[Entry]) -> bool:
+    def _is_requested(self, worker: LeasedWorker, waiting: Sequence[Entry]) -> bool:
         """Return True if another request waits for a card of a worker's lease.
 
         A request of this run for the same lease does not count. Other runs do not count during the
@@ -398,7 +399,7 @@ class WorkerPool:
         lease, has_turn = worker.ticket.entry, time.monotonic() < worker.turn_ends
         for entry in waiting:
             is_own = self._own_request(entry) is not None
-            if _is_same(entry, lease) if is_own else has_turn:
+            if _requests_same_lease(entry, lease) if is_own else has_turn:
                 continue
             cards = {need.uuid for need in entry.gpu_needs}
             cards |= {need.resource for need in entry.host_needs if need.least}
@@ -406,14 +407,14 @@ class WorkerPool:
                 return True
         return False
 
-    def _others(self) -> list[Entry]:
+    def _queued_entries(self) -> list[Entry]:
         """Return the waiting requests in the ledger, including requests of this run.
 
         This does not acquire the ledger's mutex. A half-written ticket is seen next time.
         Without a wake-up, the ledger is read at most every ``_LOOK_S`` seconds.
         """
         now = time.monotonic()
-        if not self._is_asked and now < self._read_at + _LOOK_S:
+        if not self._has_queued_requests and now < self._read_at + _LOOK_S:
             return []
         self._read_at = now
         try:
@@ -422,7 +423,7 @@ class WorkerPool:
             # The process may be out of file descriptors. The next request for a lease reports the error.
             return []
         waiting = [entry for entry in entries if not entry.parts and entry.is_alive()]
-        self._is_asked = bool(waiting)
+        self._has_queued_requests = bool(waiting)
         return waiting
 
     def _own_request(self, entry: Entry) -> Request | None:
@@ -433,7 +434,7 @@ class WorkerPool:
         if entry.pid != os.getpid() or entry.pid_namespace != self._pid_namespace:
             return None
         label = entry.label()
-        asking = (request for request in self._waiting if request.is_asking)
+        asking = (request for request in self._waiting if request.is_in_ledger)
         return next((request for request in asking if request.ticket_label == label), None)
 
     # Ending workers
@@ -470,7 +471,7 @@ class WorkerPool:
             with self._lock:
                 if worker in self._leased:
                     self._leased.remove(worker)
-                    self._none_since = time.monotonic()
+                    self._last_room_at = time.monotonic()
 
     # The watcher
 
@@ -511,7 +512,11 @@ class WorkerPool:
         if not self._leased:
             return None
         now = time.monotonic()
-        ends = [worker.turn_ends for worker in self._parked if self._is_asked and worker.turn_ends > now]
+        ends = [
+            worker.turn_ends
+            for worker in self._parked
+            if self._has_queued_requests and worker.turn_ends > now
+        ]
         return max(0.0, min([looked_at + _LOOK_S, *ends]) - now)
 
     def _to_end(self, events: Collection[int], *, is_late: bool) -> list[LeasedWorker]:
@@ -526,14 +531,14 @@ class WorkerPool:
                 os.eventfd_read(self._wakes)
             # Clear the wake-ups before the ledger is read: a later request then wakes the watcher again.
             for ticket in [self._watched[number] for number in events if number in self._watched]:
-                self._is_asked = ticket.wait(0) or self._is_asked
-            waiting = self._others()
+                self._has_queued_requests = ticket.wait(0) or self._has_queued_requests
+            waiting = self._queued_entries()
             parked = [worker for worker in self._parked if worker.ticket is not None]
             ending = [worker for worker in parked if worker.lease and worker.line.has_lost_worker()]
             wanted = {
                 worker.ticket.entry.id: worker
                 for worker in parked
-                if worker.ticket is not None and self._is_wanted(worker, waiting)
+                if worker.ticket is not None and self._is_requested(worker, waiting)
             }
             # A message of this run that can use a parked worker will take it.
             waiting = [
@@ -543,7 +548,7 @@ class WorkerPool:
             ]
             late: set[str] = set()
             if is_late:
-                late, self._seen = self._seen, {entry.id for entry in waiting}
+                late, self._seen_ids = self._seen_ids, {entry.id for entry in waiting}
         ending += self._in_the_way(wanted, waiting, late)
         with self._lock:
             # A message may have taken a worker meanwhile.
@@ -578,14 +583,14 @@ class WorkerPool:
         return [worker for id_, worker in wanted.items() if id_ in ids]
 
 
-def _is_same(entry: Entry, lease: Entry) -> bool:
+def _requests_same_lease(entry: Entry, lease: Entry) -> bool:
     """Return True if a request of this run asks for the same as one of its leases."""
     if (entry.count, entry.host_needs) != (lease.count, lease.host_needs):
         return False
-    return all(map(_is_alike, entry.gpu_needs, lease.gpu_needs))
+    return all(map(_is_similar_need, entry.gpu_needs, lease.gpu_needs))
 
 
-def _is_alike(first: GPUNeed, second: GPUNeed) -> bool:
+def _is_similar_need(first: GPUNeed, second: GPUNeed) -> bool:
     """Return True if two needs are equal, except for small changes of a learned footprint."""
     if (first.uuid, first.share, first.alone) != (second.uuid, second.share, second.alone):
         return False
