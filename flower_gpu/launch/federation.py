@@ -60,7 +60,7 @@ from flower_gpu.workers.threads import planned_threads
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
-#: Maximum number of starts of a process whose port was taken by another process. Each start gets a new port.
+#: Maximum number of starts of a process if another process takes its port. Each start gets a new port.
 PORT_ATTEMPTS: Final = 4
 # Output of flwr run when the SuperLink has accepted the app
 _SUBMITTED: Final = "Successfully started run"

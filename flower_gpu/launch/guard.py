@@ -33,7 +33,7 @@ def marked(marker: bytes) -> list[int]:
 
 
 def kill_marked(marker: bytes) -> None:
-    """Kill all marked processes. Repeats until there are none, because a new fork may not be in the list."""
+    """Kill all marked processes. Repeats until the list is empty, because a new fork may be missing in it."""
     deadline = time.monotonic() + _SWEEPS_S
     while (pids := marked(marker)) and time.monotonic() < deadline:
         for pid in pids:

@@ -181,7 +181,7 @@ class Programs:
             return None
 
     def close(self) -> None:
-        """Close the connection. A server whose first connection this is ends; its programs run on."""
+        """Close the connection. A server ends when its first connection is closed. Its programs run on."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

@@ -44,7 +44,7 @@ def superlink() -> None:
     objects.answer_for_many(objects.SUPERLINK)
     waker = waits.Waker()
     if all(waits.call_after(state, maker, waker.wake) for state in LINK_STATES for maker in _TASK_MAKERS):
-        waker.announce()  # else it is another Flower, whose SuperExec goes on asking
+        waker.announce()  # otherwise it is another Flower, with a SuperExec that goes on polling
     sys.argv[0] = "flower-superlink"
     flower_superlink()
 

@@ -149,8 +149,8 @@ class _Sender:
         if self._socket is None:
             return
         for name in names:
-            # Either no process has bound the name, or the socket is full of wake-ups, so one more changes
-            # nothing.
+            # Either no process has bound the name, or the socket is full of wake-ups, so another wake-up has
+            # no effect.
             with suppress(OSError):
                 self._socket.sendto(b"\n", socket.MSG_DONTWAIT, _address(name))
 

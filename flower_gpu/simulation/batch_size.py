@@ -133,7 +133,7 @@ class Batches:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._lock = threading.Lock()
-        self._sizes: dict[str, BatchSize] = {}  # only of types whose handler takes several messages
+        self._sizes: dict[str, BatchSize] = {}  # only of types with a handler for several messages
         self._count = self._messages = 0
 
     def largest(self, message_type: str) -> int:

@@ -30,7 +30,7 @@ class ClientOutput:
         self._lock = threading.Lock()
 
     def begin_round(self) -> None:
-        """Begin a round, whose first lines are shown again."""
+        """Begin a round. Its first lines are shown again."""
         with self._lock:
             self._shown = 0
 

@@ -61,7 +61,7 @@ _TAKE_S: Final = 10.0
 _TAKE_SHARE: Final = 0.05
 # Seconds between two checks of whether messages wait for resources that other programs have.
 _LOOK_S: Final = 0.25
-# The ttl of messages if the app sets none. Flower's default is 12 hours, and runs while a run waits for
+# Default ttl of messages. Flower's default is 12 hours, and runs while a run waits for
 # leases.
 _UNLIMITED_S: Final = 365 * 86400.0
 # Size of a virtual node's public key. It is never used for signatures.

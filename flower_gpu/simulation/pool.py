@@ -2,7 +2,7 @@
 
 The problem. A message needs three things: a worker, a lease on a share of a GPU or on cores, and room in main
 memory. All are scarce, and all are worth keeping. Starting a worker with CUDA takes seconds, and a request to
-the ledger takes as long as a short message. So a worker keeps its process and its lease after its message,
+the ledger costs the time of a short message. So a worker keeps its process and its lease after its message,
 and the next message goes on with both. But a kept lease blocks other runs, the server's evaluation, and
 messages of this run that need another size. So a kept lease must be released as soon as a request waits in
 the ledger that cannot be granted otherwise.
@@ -24,9 +24,8 @@ Who calls what:
   way. Parking a worker wakes it only if a request waits in the ledger. A wake-up for each message would cost
   time.
 
-``_lock`` protects all state. ``_serve`` decides under the lock, whenever something has changed, which waiting
-requests get a worker. It ends no process and writes no ticket, because both take long. Both happen without
-the lock.
+``_lock`` protects all state. After each change, ``_serve`` decides under the lock which waiting requests get
+a worker. It ends no process and writes no ticket, because both take long. Both happen without the lock.
 
 One ticket. Of the first tries in a queue, only the oldest one waits in the ledger. The others wait here
 without a ticket. Only a message that must run alone has a time limit here. If each waiting message had a

@@ -177,7 +177,7 @@ class _Record:
         settings: Mapping[str, Any],
         stack: ExitStack,
     ) -> None:
-        """Begin the trace. A resumed run writes nothing into it until it is clear that it can resume."""
+        """Begin the trace. A resumed run does not write into it before all checks have passed."""
         stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
         os.environ[RUN_DIR_VARIABLE] = str(folder.path)
         name, clients = plan.work.name, len(plan.work.nodes.ids)
