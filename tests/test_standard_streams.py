@@ -37,11 +37,6 @@ def run(closed: tuple[int, ...], *command: object) -> subprocess.CompletedProces
     )
 
 
-def text_for(closed: tuple[int, ...], text: str) -> str:
-    """Return the text that a command writes to stdout, or nothing if stdout is closed."""
-    return "" if 1 in closed else text
-
-
 @pytest.mark.parametrize("closed", CLOSED)
 def test_top_works_with_closed_streams(closed: tuple[int, ...]) -> None:
     done = run(closed, *CLI, "top", "--once")

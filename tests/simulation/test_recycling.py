@@ -132,6 +132,16 @@ def test_a_failed_message_leaves_the_state_unchanged(new_handler: Callable[..., 
     assert handler(0)["times"] == 2
 
 
+def test_failed_messages_release_their_room_in_main_memory(
+    new_handler: Callable[..., Handler], tmp_path: Path
+) -> None:
+    handler = new_handler(5)
+    assert "of the app" in handler.error(0, "fail")
+    assert "exited with code 3" in handler.error(0, "die")
+    # A second try after main memory ran out begins only if no other message is in flight.
+    assert handler(1, "killed once", file=str(tmp_path / "killed"))["times"] == 1
+
+
 @pytest.mark.parametrize(
     ("method", "is_strict"), [("forkserver", False), ("forkserver", True), ("spawn", False)]
 )
