@@ -3,8 +3,8 @@
 A message begins when the free memory is enough for a worker as large as the largest one so far. If the kernel
 killed a worker because memory ran out, its message is handled again *alone*, with no other message in flight.
 
-This module only decides. :class:`flower_gpu.simulation.pool.Pool` asks for each message, under its lock, and
-lets messages wait. Two rules keep these waits from blocking each other:
+This module only decides. :class:`flower_gpu.simulation.pool.WorkerPool` asks for each message, under its
+lock, and lets messages wait. Two rules keep these waits from blocking each other:
 
 - A message does not wait for memory if a worker with a lease on a GPU waits for it, because messages that
   have begun may wait for this lease.

@@ -79,7 +79,7 @@ _MAX_CANCELLED: Final = 1000
 class MessageHandler:
     """Handles assignments of one run: one message, or several that the app handles at once. Thread-safe.
 
-    Each thread has one assignment at a time, and may keep its worker for the next one.
+    Each thread has one assignment at a time. The pool keeps its worker for a later one.
 
     ``work``: app, nodes and rules of the run.
     ``settings``: settings of each call on this host.
